@@ -121,7 +121,7 @@ def measure_all(counts: Sequence[int]) -> list[dict[str, Any]]:
     from toolkit.config.run_config import EMBEDDED
     from toolkit.data import supports_packing
     from toolkit.data.embedded import resolve_spec
-    from toolkit.models.tokenizer import load_tokenizer
+    from toolkit.models.hf_loading import load_tokenizer
 
     spec = resolve_spec(EMBEDDED)
     supports_packing(spec)

@@ -59,9 +59,9 @@ def export_peak(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 
     from toolkit import measurement
     from toolkit.config.train_config import TrainConfig
-    from toolkit.exporters import engine_weights, save
+    from toolkit.exporters import save, state_dict
 
-    engine_weights.SEND_CHUNK = 64 * 1024
+    state_dict.SEND_CHUNK = 64 * 1024
     train_config = TrainConfig(micro_batch=1, seq_len=SEQ_LEN, lr=1e-3)
     ours, _, tokenizer = ranks.build(cell.get("folder", folder), train_config, **cell["strategy"])
     peak = measurement.peak_memory(lambda: save(ours, tokenizer, Path(cell["into"])), "cpu")
@@ -71,7 +71,7 @@ def export_peak(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         "peaks": gather_object([peak]),
         "largest": 4 * largest,
         "whole": 4 * spec.elements,
-        "sent": engine_weights.SEND_CHUNK,
+        "sent": state_dict.SEND_CHUNK,
     }
 
 

@@ -28,8 +28,7 @@ from toolkit.checkpoints import (
     restore,
     validate,
 )
-from toolkit.checkpoints.background_writer import BackgroundWriter
-from toolkit.checkpoints.rank_files import await_ranks, sign_of_life
+from toolkit.checkpoints.rank_files import BackgroundWriter, await_ranks, sign_of_life
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
 from toolkit.engines.base import engine_of
@@ -334,8 +333,8 @@ def test_what_a_checkpoint_cannot_hold_is_refused(run: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("train_config", "said"),
     [
-        ({"seed": 7}, "seed 0, and here it is 7"),
-        ({"micro_batch": 2}, "global batch 4, and here it is 2"),
+        ({"seed": 7}, "seed 0, not 7"),
+        ({"micro_batch": 2}, "global batch 4, not 2"),
         ({"steps": 1}, "has done 2 already. Give --steps 2 or more"),
     ],
 )
@@ -538,7 +537,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path) ->
     done = in_namespace(IN_USE, tmp_path)
     assert "LEFT ['step-00000002', 'step-00000001'] [1, 2]" in done.stdout
     assert "step-00000001 cannot be removed" in done.stderr
-    assert "Remove it yourself" in done.stderr
+    assert "Remove it by hand" in done.stderr
 
 
 def test_a_full_disk_leaves_what_is_there(tmp_path: Path) -> None:

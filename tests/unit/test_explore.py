@@ -75,7 +75,7 @@ def test_two_shardings_differ_in_what_their_engines_account_for(spec: ModelSpec)
     said = why(ask(spec, "2x cpu", sharding="ddp"), ask(spec, "2x cpu", sharding="zero3"))
     assert said["parameters"] == "zero3 shards the parameters over 2 ranks: 9.6 MiB of a rank instead of 19.3 MiB."
     assert said["optimizer"] == "zero3 shards the moments over 2 ranks: 19.3 MiB of a rank instead of 38.5 MiB."
-    assert said["master"].startswith("zero3 keeps a second copy of its trained weights, in float32")
+    assert said["master"].startswith("ddp steps its weights without a master copy in float32: 0 B of a rank")
     assert "ddp sends 19.3 MiB in a step: gradients, all-reduced" in said["communication"]
     assert "zero3 sends 28.9 MiB in a step: parameters, all-gathered for the forward" in said["communication"]
 

@@ -17,8 +17,7 @@ from toolkit.core.errors import RunError
 from toolkit.devices import machine
 from toolkit.engines.records import Prepared
 from toolkit.exporters import Export, from_engine, save, verify
-from toolkit.exporters.reload import read_base, reopen
-from toolkit.exporters.verification import fits
+from toolkit.exporters.verification import fits, read_base, reopen
 from toolkit.models import describe
 from toolkit.training.evaluation import evaluate
 

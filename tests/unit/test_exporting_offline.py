@@ -28,11 +28,10 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
 from toolkit.engines.adapters import keep_packing
 from toolkit.exporters import export, model_files, offline, save
-from toolkit.exporters.publication import atomic_dir
-from toolkit.exporters.sources import opened_source
+from toolkit.exporters.folders import atomic_dir, opened_source
 from toolkit.exporters.state_dict import full_state
 from toolkit.models import describe
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import load_tokenizer
 from toolkit.training.loop import train
 
 STEPS = 2
@@ -350,7 +349,7 @@ def test_a_folder_of_anothers_needs_its_model(lives: Lives, tmp_path: Path) -> N
     state = {name: tensor for name, tensor in was.state.items() if name != "lm_head.weight"}
     (tmp_path / "theirs").mkdir()
     save_file(state, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RunError, match=r"does not say of what model it is.*--model"):
+    with pytest.raises(RunError, match=r"does not name its model.*--model"):
         export(tmp_path / "theirs", tmp_path / "out")
     lives("mixtral")
     with pytest.raises(RunError, match=r"does not hold the weights of .*mixtral.*--model"):
@@ -398,7 +397,7 @@ def test_folders_without_anything(lives: Lives, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refused(RunError, r"no such folder", tmp_path / "nowhere", out)
     (tmp_path / "empty").mkdir()
-    refused(RunError, r"holds nothing that can be exported.*run\.json.*manifest\.json", tmp_path / "empty", out)
+    refused(RunError, r"holds nothing to export.*run\.json.*manifest\.json", tmp_path / "empty", out)
     (tmp_path / "step-00000009").mkdir()
     refused(CheckpointError, r"step-00000009 is damaged.*manifest\.json is missing", tmp_path / "step-00000009", out)
     (tmp_path / "run").mkdir()
@@ -547,7 +546,7 @@ def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from toolkit.exporters.publication import atomic_dir
+from toolkit.exporters.folders import atomic_dir
 left = [int(sys.argv[2])]
 def hook(event, arguments):
     if event == "os.rename":
@@ -604,7 +603,7 @@ def test_a_manifest_downloads_no_model(lives: Lives, tmp_path: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, identity=named).encode())
     refused(
         ModelError,
-        r"nothing is downloaded because a checkpoint names it\. Add --model someone/model",
+        r"A name in a checkpoint starts no download\. Add --model someone/model",
         run,
         tmp_path / "out",
     )

@@ -25,11 +25,10 @@ from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
-from toolkit.forecasting import cuda_autocast, fake_kernels, memory, tracing, truncation
-from toolkit.forecasting.cuda_autocast import cuda_casts
+from toolkit.forecasting import fake_kernels, memory, traced_model, tracing
+from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
-from toolkit.forecasting.segments import split_segments
-from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.traces import split_segments, trace_of
 from toolkit.forecasting.tracing import trace
 from toolkit.forecasting.tracker import Tracker
 from toolkit.models import ModelSpec
@@ -95,7 +94,7 @@ def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec
 def test_a_deep_model_is_a_shallow_one_spread(family: str, way: TraceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = describe(config(family, 8))
     spread = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
-    monkeypatch.setattr(truncation, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
+    monkeypatch.setattr(traced_model, "_kept_layers", lambda kinds: tuple(range(len(kinds))))
     deep = split_segments(tracing.trace(spec, way, batch=2, seq_len=32))
     assert [name for name, _ in levels(spread)] == [name for name, _ in levels(deep)]
     assert [size for _, size in levels(spread)] == pytest.approx([size for _, size in levels(deep)], rel=0.01)
@@ -191,8 +190,8 @@ def test_cuda_casts_are_those_of_torch() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     for macro, ours in (
-        ("AT_FORALL_FP32(_)", cuda_autocast.WIDE.split()),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", cuda_autocast.SUMS.split()),
+        ("AT_FORALL_FP32(_)", fake_kernels.WIDE.split()),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", fake_kernels.SUMS.split()),
     ):
         block = text[text.index(f"#define {macro}") :]
         result = re.findall(r"_\((\w+)(?:, (\w+))?\)", block[: block.index("\n\n")].partition("\n")[2])
@@ -225,7 +224,9 @@ def test_the_experts_implementation_is_named() -> None:
     result = forecast(
         describe(config("mixtral", 2)), Strategy(sharding="zero3"), "8x A100-80GB", TrainConfig(seq_len=64)
     )
-    assert any("Experts, computed by grouped_mm, are taken as evenly loaded" in sentence for sentence in result.unknown)
+    assert any(
+        "Experts, computed by grouped_mm, are assumed to be evenly loaded" in sentence for sentence in result.unknown
+    )
 
 
 def test_the_zero_papers_figure() -> None:

@@ -18,8 +18,7 @@ from toolkit.engines import simulation
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.forecasting import forecast_job
-from toolkit.forecasting.context import SHARE
-from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.memory import SHARE, replay, traced, whole_step
 from toolkit.forecasting.timing import operations, step_time
 from toolkit.forecasting.tracker import Tracker
 

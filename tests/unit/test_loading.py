@@ -36,8 +36,8 @@ from toolkit.engines.adapters import (
 from toolkit.engines.experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
 from toolkit.models import describe, embedded_config
-from toolkit.models.embedded import embedded_checkpoint
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import load_tokenizer
+from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training import streamed_weights
 from toolkit.training.loading import Reader, load
 from toolkit.training.setup import accelerator as make

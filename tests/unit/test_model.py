@@ -291,7 +291,7 @@ def test_weights_that_cannot_be_read(saved: Path, tmp_path: Path) -> None:
         require_weights(spec)
     index = folder / "model.safetensors.index.json"
     index.write_text("{")
-    with pytest.raises(ModelError, match="is not a safetensors index"):
+    with pytest.raises(ModelError, match="is not an index of weights"):
         require_weights(spec)
 
 

@@ -263,7 +263,7 @@ def test_a_models_own_code_is_refused_by_name_with_the_flag(
     out, err = capfd.readouterr()
     assert out == ""
     assert "\n" not in err.strip()
-    assert "(configuration_mine.py, modeling_mine.py), which is run only if you trust it" in err
+    assert "(configuration_mine.py, modeling_mine.py), which runs only if you trust it" in err
     assert f"--trust-remote-code {digest_of(mine)}," in err
     assert not canary.exists()
 
@@ -409,7 +409,7 @@ def test_code_on_the_hub_is_trusted_at_a_full_commit(mine: Path, canary: Path, t
         (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
     done = python("-c", HUB_SCRIPT, commit, env=environment(HF_HUB_CACHE=str(tmp_path / "hub")), code=0)
     untrusted, branch, short, absent, trusted, kernels = done.stdout.splitlines()
-    assert "(configuration_mine.py, modeling_mine.py), which is run only if you trust it" in untrusted
+    assert "(configuration_mine.py, modeling_mine.py), which runs only if you trust it" in untrusted
     assert f"add --trust-remote-code {commit}," in untrusted
     assert "--trust-remote-code main: expected a full commit of 40 digits" in branch
     assert f"--trust-remote-code {commit[:7]}: expected a full commit of 40 digits" in short

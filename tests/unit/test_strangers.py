@@ -34,9 +34,8 @@ from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
 from toolkit.core.redaction import redact, visible
 from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
-from toolkit.exporters.model_card import finish_export
-from toolkit.exporters.publication import atomic_dir
-from toolkit.exporters.results import Checked
+from toolkit.exporters.folders import atomic_dir
+from toolkit.exporters.results import Checked, finish_export
 from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import failure
 from toolkit.launcher.processes import supervises

@@ -29,8 +29,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.engines.mesh.plan import local_shape
 from toolkit.engines.traces import TraceConfig
-from toolkit.forecasting.tensor_parallel import split
-from toolkit.forecasting.tracing import local
+from toolkit.forecasting.traced_model import distribute, fake_mesh, local
 from toolkit.models import describe
 
 spec = describe(sys.argv[1])
@@ -38,10 +37,10 @@ for rank in (0, 1):
     config = TraceConfig(
         weights="float32", autocast=None, attention="sdpa", checkpointing=False, masked=False, device="cpu", tp=2, tp_rank=rank
     )
-    with split(config) as parts:
+    with fake_mesh(config) as mesh:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
-        parts.distribute(model)
+        distribute(model, mesh)
         for name, parameter in model.named_parameters():
             for known in spec.parameters:
                 if known.name == name:

@@ -21,8 +21,7 @@ from toolkit.devices.machine import hardware
 from toolkit.engines.job import resolve
 from toolkit.engines.optimizer_step import to_device
 from toolkit.models import describe, varlen
-from toolkit.models.packing_probe import separates_documents, small_config
-from toolkit.models.varlen import document_bounds, register_varlen, varlen_attention
+from toolkit.models.varlen import document_bounds, register_varlen, separates_documents, small_config, varlen_attention
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -1,22 +1,15 @@
 """Checkpoints: every rank writes its part in parallel; any strategy reads them."""
 
-from toolkit.checkpoints.checkpoint_writer import CheckpointWriter
-from toolkit.checkpoints.identity import Identity, identify
-from toolkit.checkpoints.manifest import Manifest, folder_name, list_checkpoints, read_manifest, validate
-from toolkit.checkpoints.restoration import ResumePoint, check_fits, find_resume_point, quarantine, restore
-
-__all__ = [
-    "CheckpointWriter",
-    "Identity",
-    "Manifest",
-    "ResumePoint",
-    "check_fits",
-    "find_resume_point",
-    "folder_name",
-    "identify",
-    "list_checkpoints",
-    "quarantine",
-    "read_manifest",
-    "restore",
-    "validate",
-]
+from toolkit.checkpoints.checkpoint_writer import CheckpointWriter as CheckpointWriter
+from toolkit.checkpoints.identity import Identity as Identity
+from toolkit.checkpoints.identity import identify as identify
+from toolkit.checkpoints.manifest import Manifest as Manifest
+from toolkit.checkpoints.manifest import folder_name as folder_name
+from toolkit.checkpoints.manifest import list_checkpoints as list_checkpoints
+from toolkit.checkpoints.manifest import read_manifest as read_manifest
+from toolkit.checkpoints.manifest import validate as validate
+from toolkit.checkpoints.restoration import ResumePoint as ResumePoint
+from toolkit.checkpoints.restoration import check_fits as check_fits
+from toolkit.checkpoints.restoration import find_resume_point as find_resume_point
+from toolkit.checkpoints.restoration import quarantine as quarantine
+from toolkit.checkpoints.restoration import restore as restore

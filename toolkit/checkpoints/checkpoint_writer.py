@@ -1,4 +1,4 @@
-"""`CheckpointWriter`: a snapshot into host memory, written in the background by every rank, published whole by the first."""
+"""`CheckpointWriter`: snapshot into host memory, write in the background on every rank, publish on rank 0."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.checkpoints.background_writer import BackgroundWriter
 from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, WriteItem, lay_out
 from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints, sha256_of
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.rank_files import (
+    BackgroundWriter,
     await_ranks,
     check_space,
     is_disk_full,
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLACK = 16 * 2**20
-"""Bytes besides the tensors: manifest, generators, headers."""
+"""Bytes of a checkpoint in addition to the tensors: manifest, generators, headers."""
 
 ALIGNMENT = 64
-"""Bytes between the beginnings of tensors in a buffer are a multiple of this."""
+"""Tensors begin at multiples of so many bytes in a buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +59,16 @@ class Published:
     step: int
     size_bytes: int
     stall_seconds: float
-    """How long the loop stood still for it: the snapshot, and the wait for the one before."""
+    """The time in which the loop waited for it: the snapshot, and the end of the previous write."""
     write_seconds: float
-    """From the snapshot to its name."""
+    """From the snapshot to the rename."""
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one run. Every rank has one and calls it at the same steps.
 
     Each rank flushes its file into a draft folder. Then rank 0 writes the manifest, renames the folder, and only then removes
-    the oldest checkpoint. So there is always a complete one after the first.
+    the oldest checkpoint. So after the first one there is always a complete checkpoint.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class CheckpointWriter:
             identity: of the training.
             versions: of the libraries, for the manifest.
             keep: complete checkpoints to keep.
-            patience: seconds that rank 0 waits for another rank's file without a sign of life.
+            patience: seconds that rank 0 waits for a rank without a sign of life.
 
         Raises:
-            StrategyError: for an optimizer or a schedule whose state a checkpoint cannot hold.
-            CheckpointError: where the disk has no room for one checkpoint more than `keep`.
+            StrategyError: for an optimizer or a schedule with a state that a checkpoint cannot hold.
+            CheckpointError: if the disk has no room for one checkpoint more than `keep`.
         """
         from accelerate.utils import gather_object
 
@@ -107,13 +107,12 @@ class CheckpointWriter:
         self.ranks = range(prepared.job.ranks)
         self.layout: Layout = lay_out(prepared, SNAPSHOT_CHUNK)
         self._waits: bool = any(gather_object([any(map(self.stays, self.layout.mine))]))
-        """Whether the steps wait for a write: equal on every rank, though a rank's own part may be all padding."""
+        """Whether steps wait for the write. Equal on all ranks, also on one with padding alone."""
         self._chunks: list[torch.Tensor] = []
         self._places: dict[str, tuple[int, int]] = {}
         """Of each item in the snapshot: its chunk, and its first byte there."""
         self._in_file = threading.Event()
         self._writer = BackgroundWriter()
-        self._error: BaseException | None = None
         self._published: deque[Published] = deque()
         if self.main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,10 +125,10 @@ class CheckpointWriter:
         on_main(prepared.accelerator, lambda: check_space(folder, needed, f"{missing} checkpoints"))
 
     def save(self, step: int) -> None:
-        """Take a snapshot and write it in the background. A collective; waits for the one before.
+        """Take a snapshot and write it in the background. A collective that waits for the previous write.
 
         Raises:
-            CheckpointError: where the disk has too little room, or the one before could not be written.
+            CheckpointError: if the disk has too little room, or the previous write failed.
         """
         began = time.perf_counter()
         self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + SLACK, "a checkpoint"))
@@ -143,28 +142,27 @@ class CheckpointWriter:
             on_main(self.prepared.accelerator, lambda: None)  # without a time limit, as rank 0 has waited for all
 
     def stays(self, item: WriteItem) -> bool:
-        """Return whether an item is written out of its own memory, while the optimizer waits: offloaded states of a GPU.
+        """Return whether an item is written from its own memory, while the optimizer waits: offloaded states of a GPU.
 
-        They are most of what a node's memory holds, and a copy would double that.
+        They fill most of a node's memory, so a copy would not fit.
         """
         return self.prepared.accelerator.device.type == "cuda" and item.tensor.device.type == "cpu"
 
     def published(self) -> list[Published]:
-        """Return what was published since the last call, on rank 0. Raise write errors on their own rank."""
-        self._raise_background_error()
-        # One by one: the thread may add another meanwhile.
+        """Return the checkpoints published since the last call, on rank 0. Raise write errors on their own rank."""
+        self._writer.check()
+        # The thread may append during this line.
         return [self._published.popleft() for _ in range(len(self._published))]
 
     def wait(self) -> None:
-        """Wait until the current write is published; on other ranks than 0, until their part is written."""
+        """Wait until the current write is published; on ranks other than 0, until their part is written."""
         self._writer.wait()
-        self._raise_background_error()
 
     def wait_published(self, step: int) -> None:
-        """Wait on every rank until the checkpoint of `step`, the last one saved, has its name. A collective.
+        """Wait on every rank until the checkpoint of `step`, the last one saved, is published. A collective.
 
         Raises:
-            CheckpointError: on every rank, where rank 0 could not publish it.
+            CheckpointError: on every rank, if rank 0 could not publish it.
         """
         published = self.wait_all((self.folder / folder_name(step)).exists)
         assert published, f"step {step} was saved last"
@@ -179,10 +177,6 @@ class CheckpointWriter:
         if not self.main:
             self.wait()
         return on_main(self.prepared.accelerator, work)
-
-    def _raise_background_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _make_chunks(self) -> None:
         """Allocate the snapshot: buffers of at most `SNAPSHOT_CHUNK` bytes, each filled before another one is begun.
@@ -204,7 +198,7 @@ class CheckpointWriter:
         self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
-        """Copy this rank's items into host memory, in chunks that are used again."""
+        """Copy this rank's items into host memory, in buffers that every save uses."""
         import torch
 
         if not self._places:
@@ -274,33 +268,34 @@ class CheckpointWriter:
                     Published(path=final, step=step, size_bytes=size, stall_seconds=stall, write_seconds=seconds)
                 )
         except BaseException as error:
-            # An error in the thread is raised by the loop at its next step.
-            self._error = error
+            # The loop raises it at its next step.
+            problem = error
             if is_disk_full(error):
-                self._error = no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
+                problem = no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
             elif isinstance(error, OSError | SafetensorError):
-                self._error = CheckpointError(
-                    f"the checkpoint {partial} cannot be written: {error}. Complete ones there are as they were. "
-                    "Look at that disk, or choose another with --run-dir."
+                problem = CheckpointError(
+                    f"the checkpoint {partial} cannot be written: {error}. Complete checkpoints there are unchanged. "
+                    "Check that disk, or choose another with --run-dir."
                 )
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                note(partial, self.rank, "failed").touch()  # even where the disk has no room for the message
-                write_note(note(partial, self.rank, "failed"), str(self._error))
+                note(partial, self.rank, "failed").touch()  # a full disk may have no room for the message
+                write_note(note(partial, self.rank, "failed"), str(problem))
+            raise problem from None
         finally:
             self._in_file.set()
 
     def _publish(self, partial: Path, about: dict[str, Any]) -> tuple[Path, int]:
-        """Wait for every rank's note, write the manifest, give the folder its name, remove the oldest."""
+        """Wait for every rank's note, write the manifest, rename the folder, remove the oldest checkpoint."""
         await_ranks(partial, self.ranks, self.patience, "json")
         files = {}
         for rank in self.ranks:
             note(partial, rank, "written").unlink(missing_ok=True)
-            done = note(partial, rank, "json")
-            file = json.loads(done.read_bytes())
+            report = note(partial, rank, "json")
+            file = json.loads(report.read_bytes())
             files[file.pop("name")] = file
-            done.unlink()
+            report.unlink()
         manifest = Manifest(**redact_all(about), files=files)
         write_whole(partial / NAME, manifest.encode())
         path = self.folder / folder_name(manifest.step)
@@ -310,7 +305,7 @@ class CheckpointWriter:
             try:
                 _remove(old)
             except OSError as error:  # the new checkpoint is safe, and training continues
-                warnings.warn(f"the old checkpoint {old} cannot be removed: {error}. Remove it yourself.", stacklevel=2)
+                warnings.warn(f"the old checkpoint {old} cannot be removed: {error}. Remove it by hand.", stacklevel=2)
         return path, manifest.size_bytes
 
 
@@ -321,14 +316,14 @@ def _clear_partial(folder: Path) -> None:
 
 
 def _is_json_value(value: Any) -> bool:
-    """Return whether JSON returns the value unchanged; a schedule's functions are not such values."""
+    """Return whether JSON keeps the value unchanged, unlike a schedule's functions."""
     if isinstance(value, list):
         return all(_is_json_value(item) for item in value)
     return value is None or isinstance(value, int | float | str | bool)
 
 
 def _check_schedule(schedule: Any) -> None:
-    """Refuse a schedule whose state changes in JSON."""
+    """Refuse a schedule with a state that JSON does not keep."""
     state = schedule.state_dict()
     odd = [name for name, value in state.items() if not _is_json_value(value)]
     if odd:

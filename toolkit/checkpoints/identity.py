@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from toolkit.config.strategy import Strategy
 
 ADAPTER_FIELDS = ("adapter", "lora_rank", "lora_targets")
-"""Fields of Strategy that decide which parameters exist; they cannot change in a run."""
+"""Fields of Strategy on which the set of parameters depends. They cannot change in a run."""
 
 _UNFIXED = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache", "return_dict"),
     *("bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type"),
 )
-"""Config fields without effect on the computation, or chosen by the strategy."""
+"""Config fields without effect on the computation, and those that the strategy sets."""
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
@@ -39,23 +39,22 @@ class Identity:
     model: str
     """The name that the user gave."""
     source: str | None
-    """Where its weights were read."""
+    """Hub id or folder of its weights."""
     architecture: str
     parameters: str
     """sha256 over names and shapes of the model's parameters."""
     config: Mapping[str, Any]
-    """What else makes the model: the transformers config but for `_UNFIXED`."""
+    """The transformers config without `_UNFIXED`."""
     data: str
-    """The rows' fingerprint; the tokenizer and the sequence length are in it."""
+    """The rows' fingerprint, which covers tokenizer and sequence length."""
     adapter: Mapping[str, Any]
     """`ADAPTER_FIELDS`."""
     base: Mapping[str, Any] | None
-    """Where weights stay as they were (under an adapter, outside of the text part): the base's `revision` on the Hub, if it
-    has one, and the sha256 of each of its weight `files`."""
+    """With frozen weights (an adapter, a vision tower): the base's `revision` on the Hub, and the sha256 of its weight `files`."""
 
 
 def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
-    """Return the identity of a run: model, strategy, and `data`, the fingerprint of its rows."""
+    """Return the identity of a run; `data` is the fingerprint of its rows."""
     shapes = json.dumps([(parameter.name, parameter.shape) for parameter in spec.parameters])
     adapter = {name: getattr(strategy, name) for name in ADAPTER_FIELDS} if strategy.adapter != "none" else {}
     return Identity(
@@ -76,7 +75,7 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
     Raises:
         CheckpointError: naming what differs.
     """
-    mine = asdict(ours)
+    our_fields = asdict(ours)
     differences = {
         "architecture": "another architecture",
         "parameters": f"another model than {ours.model}: parameters differ in name or shape",
@@ -84,27 +83,27 @@ def check_same(ours: Identity, theirs: Mapping[str, Any], checkpoint: Path) -> N
         "adapter": "another adapter",
     }
     for name, what in differences.items():
-        if mine[name] != theirs.get(name):
+        if our_fields[name] != theirs.get(name):
             raise CheckpointError(
-                f"{checkpoint} was written of {what} ({_shorten(theirs.get(name))}, and here it is {_shorten(mine[name])}). "
+                f"{checkpoint} was written of {what} ({_shorten(theirs.get(name))}, and here it is {_shorten(our_fields[name])}). "
                 "Use the run's own, or start a new run."
             )
-    if changed := list(_changed_fields(theirs.get("config") or {}, redact_all(mine["config"]))):
+    if changed := list(_changed_fields(theirs.get("config") or {}, redact_all(our_fields["config"]))):
         raise CheckpointError(
             f"{checkpoint} was written of another config than that of {ours.source or ours.model} now: {', '.join(changed[:5])}. "
             "If another version of transformers reads it differently, use the version in the manifest; else pass --model the "
             "folder with the run's own config, or start a new run."
         )
-    was, is_ = theirs.get("base") or {}, mine["base"] or {}
-    if was.get("files") != is_.get("files"):
+    their_base, our_base = theirs.get("base") or {}, our_fields["base"] or {}
+    if their_base.get("files") != our_base.get("files"):
         raise CheckpointError(
             f"{checkpoint} was trained over another base: the weights of {ours.source} have changed since (revision "
-            f"{was.get('revision')}, now {is_.get('revision')}). Give the base that it was trained over."
+            f"{their_base.get('revision')}, now {our_base.get('revision')}). Give the base that it was trained over."
         )
 
 
 def _changed_fields(was: Mapping[str, Any], is_: Mapping[str, Any]) -> Iterator[str]:
-    """Describe fields of both that differ. Another version of transformers may know other fields."""
+    """Describe the differences in fields of both. Fields of one alone may come from another version of transformers."""
     for name in sorted((was.keys() & is_.keys()) - set(_UNFIXED)):
         if isinstance(was[name], dict) and isinstance(is_[name], dict):
             yield from _changed_fields(was[name], is_[name])
@@ -126,12 +125,12 @@ def _base_digests(spec: ModelSpec) -> dict[str, Any]:
     }
     parent = files[0].parent
     revision = parent.name if parent.parent.name == "snapshots" else None
-    digests = {**fields, **_remembered([path for path in files if path not in fields])}
+    digests = {**fields, **_cached_digests([path for path in files if path not in fields])}
     return {"revision": revision, "files": {path.name: digests[path] for path in files}}
 
 
-def _remembered(files: list[Path]) -> dict[Path, str]:
-    """Return the sha256 of files; each is computed once for a path, size and time of change."""
+def _cached_digests(files: list[Path]) -> dict[Path, str]:
+    """Return the sha256 of files, each computed once for a path, size and time of change."""
     memory = cache_folder("hashes")
     notes = {}
     for path in files:

@@ -1,4 +1,4 @@
-"""Which rank writes what: each element of trained tensors and buffers once, as boxes and flat ranges."""
+"""Division of trained tensors and buffers among the ranks: each element is written once, as boxes and flat ranges."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Region:
         """Read a key and the shape of its tensor. Inverse of `key` and `stored_shape`.
 
         Raises:
-            ValueError: if a region would not be written as this.
+            ValueError: for a key or a shape that no region has.
         """
         match = _KEY.fullmatch(key)
         if match is None:
@@ -75,7 +75,7 @@ class Region:
         box = tuple((int(offset), int(size)) for offset, size in sides)
         region = cls(match["kind"], match["name"], box, int(match["start"]), math.prod(stored_shape))
         if region.key != key or region.stored_shape != tuple(stored_shape):
-            raise ValueError(f"it is written otherwise, or its shape {list(stored_shape)} does not fit the box")
+            raise ValueError(f"its spelling, or its shape {list(stored_shape)}, is not the toolkit's")
         if region.length < 1 or region.start + region.length > box_elements(box):
             raise ValueError("it is empty, or reaches beyond its box")
         return region
@@ -94,7 +94,7 @@ class WriteItem:
     tensor: torch.Tensor
 
     def divide(self, index: int, count: int) -> WriteItem | None:
-        """Return the share `index` of `count` about equal ones, or None where too few rows leave nothing for it."""
+        """Return share `index` of `count` about equal shares, or None if there are too few rows."""
         region, tensor = self.region, self.tensor
         if not tensor.dim():
             return self if index == 0 else None
@@ -113,7 +113,7 @@ class WriteItem:
 def _dimension(shape: Sequence[int], count: int) -> int:
     """Return the first dimension that divides about evenly, else the largest.
 
-    The first is best: whole rows are contiguous, so that a device copies them to the host without a temporary copy.
+    Whole rows are contiguous, so a device copies them to the host without a temporary copy.
     """
     even = (dim for dim, size in enumerate(shape) if size >= 16 * count or size % count == 0)
     return next(even, max(range(len(shape)), key=lambda dim: shape[dim]))
@@ -121,7 +121,7 @@ def _dimension(shape: Sequence[int], count: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """What this rank and all ranks write. It is valid as long as the ranks are the same."""
+    """The parts of a checkpoint that this rank writes, and the tensors of all ranks. Valid for one set of ranks."""
 
     mine: tuple[WriteItem, ...]
     tensors: dict[str, dict[str, dict[str, Any]]]
@@ -135,7 +135,7 @@ class Layout:
         """Yield this rank's items, with the model's current buffers.
 
         Raises:
-            StrategyError: for a buffer whose shape or dtype has changed since training began.
+            StrategyError: for a buffer with another shape or dtype than at the start of training.
         """
         buffers = persistent_buffers(self.model)
         for item in self.mine:
@@ -151,7 +151,7 @@ class Layout:
 
 
 def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[Shard]:
-    """Yield the shards that a checkpoint holds, each with its kind there: no frozen parameters, no compute copies."""
+    """Yield the shards of a checkpoint, with their kinds in it: no frozen parameters, no compute copies."""
     module = prepared.accelerator.unwrap_model(prepared.model)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     shards = [
@@ -160,7 +160,7 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[S
         if shard.kind == BUFFER or shard.name in trained
     ]
     job = prepared.job
-    # All ranks decide alike: a rank's own part may be all padding.
+    # From the account, so that a rank with padding alone decides as the others do.
     kinds = engine_of(job.strategy).expected_state(job).dtypes if job.spec else {shard.kind for shard in shards}
     apart = MASTER in kinds
     for shard in shards:
@@ -169,16 +169,16 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[S
 
 
 def lay_out(prepared: Prepared, most: int) -> Layout:
-    """Divide trained tensors and buffers among the ranks: each region is written once, in about equal shares.
+    """Divide trained tensors and buffers among the ranks: each region is written once, in about equal shares. A collective.
 
-    Buffers are written by the first rank that holds them, since nothing keeps them equal on all ranks. A collective.
+    The first rank with a buffer writes it, since buffers may differ between ranks.
 
     Args:
         prepared: model and optimizer.
         most: bytes of the largest item; a larger share becomes several items.
 
     Raises:
-        StrategyError: for an optimizer that keeps other states than the job's, or states that no other layout could read.
+        StrategyError: for an optimizer with other states than the job's, or with states that cannot be resharded.
     """
     from accelerate.utils import gather_object
 
@@ -186,10 +186,10 @@ def lay_out(prepared: Prepared, most: int) -> Layout:
     shards = list(checkpoint_shards(prepared, create=True))
     by_region = {Region.of(shard): shard.tensor for shard in shards}
     shapes = {(shard.name, shard.kind): (shard.shape, dtype_name(shard.tensor.dtype)) for shard in shards}
-    every: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
+    all_ranks: list[tuple[list[Region], dict[tuple[str, str], Any]]] = gather_object([(list(by_region), shapes)])
     holders: dict[Region, list[int]] = {}
     tensors: dict[str, dict[str, dict[str, Any]]] = {}
-    for rank, (regions, about) in enumerate(every):
+    for rank, (regions, about) in enumerate(all_ranks):
         for (name, kind), (shape, dtype) in about.items():
             tensors.setdefault(name, {})[kind] = {"shape": list(shape), "dtype": dtype}
         for region in regions:
@@ -206,14 +206,14 @@ def lay_out(prepared: Prepared, most: int) -> Layout:
 def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
     while hasattr(optimizer, "optimizer"):  # Accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
-    odd = any(group.get("amsgrad") for group in optimizer.param_groups)
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
     movable = all(state.reshards for state in row.states)
-    if type(optimizer).__name__ not in row.classes or odd or not movable:
+    if type(optimizer).__name__ not in row.classes or amsgrad or not movable:
         reason = (
             f"it keeps {', '.join(state.name for state in row.states if state.reshards)} of {', '.join(row.classes)}"
         )
         raise StrategyError(
-            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if odd else ''}: {reason}. "
+            f"a checkpoint cannot hold the state of {type(optimizer).__name__}{' with amsgrad' if amsgrad else ''}: {reason}. "
             "Use one of these optimizers, or train without checkpoints."
         )
 
@@ -221,7 +221,7 @@ def _check_optimizer(row: Optimizer, optimizer: Any) -> None:
 def _items(
     tensors: Mapping[Region, torch.Tensor], holders: Mapping[Region, list[int]], rank: int, most: int
 ) -> Iterator[WriteItem]:
-    """Yield this rank's share of each region that it holds, in items. The larger shares rotate over the ranks."""
+    """Yield this rank's share of each of its regions, in items. Larger shares rotate over the ranks."""
     for at, (region, ranks) in enumerate(holders.items()):
         if rank in ranks:
             item = WriteItem(region, tensors[region].view(region.stored_shape))

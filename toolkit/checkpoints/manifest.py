@@ -1,4 +1,4 @@
-"""`manifest.json`: the contents of a checkpoint, and its validation. Reads no tensor."""
+"""`manifest.json`: the contents of a checkpoint and their validation, without reading tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FORMAT = 2
 NAME = "manifest.json"
 
 LIMIT = 64 * 2**20
-"""Bytes of the longest: some 400 a tensor."""
+"""Bytes of the longest manifest; a tensor takes about 400."""
 
 DIMENSIONS = 64
-"""Of a tensor, at the most: far more than any model has."""
+"""The most dimensions of a tensor, far more than models have."""
 
 _KINDS: Mapping[str, Any] = {
     "format": int, "step": int, "parallelism": dict, "global_batch": int, "strategy": dict, "train_config": dict, "counters": dict,
@@ -58,13 +58,13 @@ class Manifest:
 
     format: int
     step: int
-    """Steps of the loop that were done, those that fp16's scaler skipped included."""
+    """Finished steps of the loop, including steps that fp16's scaler skipped."""
     parallelism: Mapping[str, int]
     """Ranks along each dimension: see `Parallelism`."""
     global_batch: int
-    """Samples of a step. `step` × `global_batch` of the data's order are behind."""
+    """Samples of a step. The first `step` × `global_batch` samples of the data's order are trained."""
     strategy: Mapping[str, Any]
-    """That it was written under; it can be read under any other."""
+    """The strategy of the run; any other can read the checkpoint."""
     train_config: Mapping[str, Any]
     counters: Mapping[str, Any]
     """The optimizer's steps, fp16's scale: see `engines.records.Counters`."""
@@ -76,18 +76,18 @@ class Manifest:
     """Fingerprints of model, tokenizer, data and, under an adapter, of the base: see `Identity`."""
     versions: Mapping[str, Any]
     written: str
-    """When, in local time with its offset."""
+    """Local time with its offset from UTC."""
     files: Mapping[str, Mapping[str, Any]]
     """File → its `sha256` and `bytes`."""
 
     @property
     def ranks(self) -> int:
-        """The world size that wrote it."""
+        """The world size of the run."""
         return Parallelism(**self.parallelism).ranks
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(int(file["bytes"]) for file in self.files.values())
 
     def encode(self) -> bytes:
@@ -112,7 +112,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         data = read_limited(path, LIMIT)
         values = parse_json(data)
         own = values.pop("sha256")
-        # Every format has this hash: it distinguishes damage from another format.
+        # Every format has this hash, so that damage differs from another format.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
             raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
         if values["format"] != FORMAT:
@@ -122,7 +122,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             )
         manifest = Manifest(**values)
         if manifest.encode() != data:
-            raise ValueError("it is not written as the toolkit writes it")
+            raise ValueError("expected the toolkit's own spelling of JSON")
         _check(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or no manifest: {error}. Take an older checkpoint.") from None
@@ -130,7 +130,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check what the sha256 cannot: the manifest may be crafted."""
+    """Validate the contents: a crafted manifest may have a valid sha256."""
     check_fields(vars(manifest), _KINDS)
     for name, file in manifest.files.items():
         if not _FILE.fullmatch(name):
@@ -153,7 +153,7 @@ def _check(manifest: Manifest) -> None:
     if not right or set(sizes) != set(vars(Parallelism())):
         raise ValueError(f"its parallelism is {sizes}: expected a size of at least 1 of each dimension")
     if manifest.step < 0 or manifest.global_batch < 1:
-        raise ValueError("its counts are below their least")
+        raise ValueError(f"step {manifest.step} or global_batch {manifest.global_batch} is too small")
     if manifest.ranks > len(manifest.files) or set(manifest.files) != set(map(file_name, range(manifest.ranks))):
         raise ValueError(
             f"it is of {manifest.ranks} ranks, and names {len(manifest.files)} files: expected one of each"
@@ -163,8 +163,8 @@ def _check(manifest: Manifest) -> None:
 def _check_tensor(what: str, tensor: Any) -> None:
     check_fields(tensor, {"shape": list, "dtype": str})
     shape = tensor["shape"]
-    whole = all(type(size) is int and 0 <= size < 2**60 for size in shape)
-    if len(shape) > DIMENSIONS or not whole or math.prod(shape) >= 2**60:
+    integers = all(type(size) is int and 0 <= size < 2**60 for size in shape)
+    if len(shape) > DIMENSIONS or not integers or math.prod(shape) >= 2**60:
         raise ValueError(f"it has no shape of {what}")
     if tensor["dtype"] not in BYTES_OF:
         raise ValueError(f"it names the dtype {tensor['dtype']!r} of {what}")
@@ -176,7 +176,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def listed(checkpoints: Path) -> list[Path]:
-    """Return the same as `list_checkpoints`, and symlinks with such names. Pass them to `misplacement`."""
+    """Return the checkpoints of `list_checkpoints` and symlinks with such names, for `misplacement`."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
@@ -184,7 +184,7 @@ def listed(checkpoints: Path) -> list[Path]:
 
 
 def misplacement(checkpoint: Path) -> list[str]:
-    """Return why a complete folder is not a checkpoint of this run: a copy could otherwise be the newest."""
+    """Return why a folder is not a checkpoint of this run: a copy must not count as the newest."""
     if checkpoint.is_symlink():
         return ["it is a symlink, and a run's checkpoints lie in its own folder"]
     try:
@@ -195,7 +195,7 @@ def misplacement(checkpoint: Path) -> list[str]:
 
 
 UNREADABLE = "it cannot be read"
-"""How a sentence of `problems` begins that lacks the checkpoint itself."""
+"""Start of a sentence of `validate` about a file system that does not answer, which is no damage."""
 
 
 def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -203,10 +203,10 @@ def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
 
     Args:
         checkpoint: the folder.
-        share: (rank, ranks): hash every `ranks`-th file only, from the `rank`-th on, since the others hash the rest.
+        share: (rank, ranks): hash every `ranks`-th file only, from the `rank`-th on. The other ranks hash the rest.
 
     Raises:
-        OtherFormat: for one that another version wrote, which is no damage.
+        OtherFormat: for a checkpoint of another version, which is no damage.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -216,35 +216,35 @@ def validate(checkpoint: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     except OSError as error:
-        # A disk that has lost a block is damage; a server that does not answer, or too many open files, are not.
+        # A lost block is damage. A server without an answer and too many open files are not.
         return [f"{'it is damaged' if error.errno == errno.EIO else UNREADABLE}: {error}"]
 
 
 def _differences(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    here = {
+    names_on_disk = {
         path.relative_to(checkpoint).as_posix()
         for path in checkpoint.rglob("*")
         if path.is_symlink() or not path.is_dir()
     }
-    wrong = [f"{name} does not belong to it" for name in sorted(here - set(manifest.files) - {NAME})]
-    whole = []
+    faults = [f"{name} does not belong to it" for name in sorted(names_on_disk - set(manifest.files) - {NAME})]
+    complete = []
     for name, file in manifest.files.items():
         path = checkpoint / name
-        if name not in here:
-            wrong.append(f"{name} is missing")
+        if name not in names_on_disk:
+            faults.append(f"{name} is missing")
         elif path.is_symlink():
-            wrong.append(f"{name} is a symlink")
+            faults.append(f"{name} is a symlink")
         elif path.stat().st_size != file["bytes"]:
-            wrong.append(f"{name} has {path.stat().st_size:,} bytes, expected {file['bytes']:,}")
+            faults.append(f"{name} has {path.stat().st_size:,} bytes, expected {file['bytes']:,}")
         else:
-            whole.append(name)
+            complete.append(name)
     rank, ranks = share
-    mine = sorted(whole)[rank::ranks]
-    for name, sha256 in zip(mine, sha256_of_all(checkpoint / name for name in mine), strict=True):
+    own_share = sorted(complete)[rank::ranks]
+    for name, sha256 in zip(own_share, sha256_of_all(checkpoint / name for name in own_share), strict=True):
         expected = manifest.files[name]["sha256"]
         if sha256 != expected:
-            wrong.append(f"{name} is damaged: its sha256 is {sha256[:12]}…, expected {expected[:12]}…")
-    return wrong
+            faults.append(f"{name} is damaged: its sha256 is {sha256[:12]}…, expected {expected[:12]}…")
+    return faults
 
 
 def sha256_of(path: Path) -> str:

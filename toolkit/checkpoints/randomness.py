@@ -31,7 +31,7 @@ def read_generators() -> dict[str, torch.Tensor]:
 
 
 def write_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the states of `read_generators`. A CUDA state is skipped without a device."""
+    """Set the states of `read_generators`. Without a device, a CUDA state is skipped."""
     import numpy as np
     import torch
 

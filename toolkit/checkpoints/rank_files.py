@@ -1,4 +1,4 @@
-"""A rank's files in a checkpoint that has no name yet: its tensors, and notes by which rank 0 sees how far it is."""
+"""A rank's part of a checkpoint: the thread that writes it, its file, and notes by which rank 0 sees the progress."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from toolkit.core.errors import CheckpointError
@@ -18,15 +22,66 @@ from toolkit.engines.timeouts import ticking
 if TYPE_CHECKING:
     import torch
 
+_ALIVE = 1.0
+"""Seconds between two checks of the thread."""
+
+
+class BackgroundWriter:
+    """A thread that runs one function after another, and ends with its owner or the process.
+
+    It starts before the first save, since a start without free memory fails silently.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
+        self._thread = threading.Thread(target=_serve, args=(self._work,), name="toolkit-checkpoint", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._work.put, None)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Start `work` on the thread. The previous work must have ended.
+
+        Raises:
+            RuntimeError: if the thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that writes checkpoints has ended: the rank's log has the error.")
+        self._last = Future()
+        self._work.put((work, self._last))
+
+    def check(self) -> None:
+        """Raise the error of the last work, if it ended with one."""
+        if self._last.done():
+            self._last.result()
+
+    def wait(self) -> None:
+        """Wait for the last work, and raise its error."""
+        while not self._last.done() and self._thread.is_alive():
+            wait([self._last], _ALIVE)
+        self.check()
+
+
+def _serve(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    while (item := queue.get()) is not None:
+        work, result = item
+        try:
+            work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+        del item, work, result  # they refer to the owner, which could not end otherwise
+
+
 _POLL = 0.02
 
-LESS_ROOM = (
-    "Complete checkpoints there are as they were. Make room, lower --keep, or choose another disk with --run-dir."
-)
+LESS_ROOM = "Complete checkpoints there are unchanged. Make room, lower --keep, or choose another disk with --run-dir."
 
 
 def check_space(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) -> None:
-    """Refuse to begin what does not fit on the disk.
+    """Refuse to write more than the disk has free.
 
     Raises:
         CheckpointError: with the bytes that are needed and free.
@@ -45,30 +100,30 @@ def no_room_error(folder: Path, needed: int, what: str, fix: str = LESS_ROOM) ->
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error of ours or of safetensors' writer says that the disk is full."""
+    """Return whether an error of Python's or safetensors' writer means a full disk."""
     number = getattr(error, "errno", None)
     return number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "StorageFull" in str(error)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file out of the tensors' own memory: only tensors with strides of their own are copied."""
+    """Write a safetensors file from the tensors' own memory; only tensors that are not contiguous are copied."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it the owner's alone
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
 
 
 def note(partial: Path, rank: int, kind: str) -> Path:
-    """Return a rank's note.
+    """Return the path of a rank's note.
 
-    `alive` grows while it works; `written`: its file no longer needs the engine's memory; `json`: its file is on the disk,
-    with its hash; `failed`: the reason.
+    `alive` grows while the rank works. `written`: its file no longer needs the engine's memory. `json`: its file is on the
+    disk, with its hash. `failed`: the reason.
     """
     return partial / f"rank-{rank:05d}.{kind}"
 
 
 def write_note(path: Path, text: str) -> None:
-    """Write a note whole. Nothing may come behind it: rank 0 renames the folder as soon as it sees the last one."""
+    """Write a note whole, as the rank's last write: rank 0 renames the folder after the last note."""
     draft = path.with_suffix(".tmp")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
@@ -76,7 +131,7 @@ def write_note(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def sign_of_life(partial: Path, rank: int) -> Iterator[None]:
-    """Let a file grow while this rank works: flushing and hashing take long and change no other file."""
+    """Let a file grow while this rank works. Flushing and hashing take long and change no other file."""
     path = note(partial, rank, "alive")
     with path.open("ab", buffering=0) as file, ticking(lambda: file.write(b".")):
         yield
@@ -84,10 +139,10 @@ def sign_of_life(partial: Path, rank: int) -> Iterator[None]:
 
 
 def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None:
-    """Wait until every rank has left a note of this kind, as long as any file in the folder grows: a slow disk is no hung rank.
+    """Wait for a note of this kind from every rank, as long as any file in the folder grows: a slow disk is no hung rank.
 
     Raises:
-        CheckpointError: where a rank could not write, or nothing grows for `patience` seconds.
+        CheckpointError: if a rank could not write, or nothing grows for `patience` seconds.
     """
     before, since = -1, time.monotonic()
     while missing := [rank for rank in ranks if not note(partial, rank, kind).exists()]:
@@ -95,7 +150,7 @@ def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None
             if (failed := note(partial, rank, "failed")).exists():
                 raise CheckpointError(f"rank {rank} could not write its part of {partial}: {failed.read_text()}")
         size = 0
-        with contextlib.suppress(OSError):  # a file may be gone by now
+        with contextlib.suppress(OSError):  # another rank may remove a file
             size = sum(file.stat().st_size for file in partial.iterdir())
         if size != before:
             before, since = size, time.monotonic()

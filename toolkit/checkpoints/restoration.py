@@ -32,9 +32,9 @@ class ResumePoint:
     """None without a checkpoint: the run starts at step 0."""
     manifest: Manifest | None
     skipped: tuple[str, ...]
-    """A sentence for every newer checkpoint that could not be taken."""
+    """A sentence for each newer checkpoint that is invalid."""
     damaged: tuple[Path, ...] = ()
-    """Those checkpoints."""
+    """The invalid newer checkpoints."""
 
     @classmethod
     def nothing(cls) -> ResumePoint:
@@ -43,7 +43,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Finished steps."""
         return self.manifest.step if self.manifest else 0
 
     def __str__(self) -> str:
@@ -57,11 +57,10 @@ class ResumePoint:
 def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoint:
     """Return a run's newest checkpoint with valid hashes. Each rank hashes a part of the files. A collective.
 
-    Nothing is renamed: `quarantine` does that to the newer ones that are damaged, once it is clear that the run goes on.
+    Nothing is renamed here: `quarantine` renames damaged checkpoints after all checks of the resumed run.
 
     Raises:
-        CheckpointError: where there are checkpoints, and none can be taken; where a file system does not answer, which is
-            no damage.
+        CheckpointError: if all checkpoints are invalid, or a file system does not answer.
     """
     from accelerate.utils import broadcast_object_list, gather_object
 
@@ -91,7 +90,7 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
 
 
 def quarantine(accelerator: Accelerator, point: ResumePoint) -> None:
-    """Rename the damaged checkpoints of `find_resume_point`, so that it is not taken for the newest again. A collective."""
+    """Rename the damaged checkpoints of a resume point, so that no later search finds them. A collective."""
     import shutil
 
     accelerator.wait_for_everyone()
@@ -109,8 +108,7 @@ def check_fits(point: ResumePoint, job: Job, identity: Identity) -> None:
     """Refuse a checkpoint that the run cannot continue, before anything is loaded or written.
 
     Raises:
-        CheckpointError: for another model, adapter, base or data; for another order of the data; for fewer steps than
-            are done.
+        CheckpointError: for another model, adapter, base or data, another order of the data, or fewer steps than finished.
     """
     manifest, path = point.manifest, point.path
     if manifest is None or path is None:
@@ -122,8 +120,8 @@ def check_fits(point: ResumePoint, job: Job, identity: Identity) -> None:
     ):
         if was != is_:
             raise CheckpointError(
-                f"{path} was written with {name} {was}, and here it is {is_}: the order of the data stands on it. "
-                f"Go on with {name} {was}, or start a new run."
+                f"{path} was written with {name} {was}, not {is_}: the order of the data depends on it. "
+                f"Resume with {name} {was}, or start a new run."
             )
     if job.train_config.steps < manifest.step:
         raise CheckpointError(
@@ -134,15 +132,15 @@ def check_fits(point: ResumePoint, job: Job, identity: Identity) -> None:
 def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Identity) -> None:
     """Write a checkpoint's weights, moments, buffers, counters, schedule and generators into a prepared model. A collective.
 
-    Each rank reads of each file only what it holds itself, whatever strategy and number of ranks wrote them.
+    Each rank reads only its own parts of each file, whatever strategy and number of ranks wrote them.
 
     Raises:
-        CheckpointError: for a checkpoint of another model, base or data, or one that lacks a part.
+        CheckpointError: for a checkpoint of another model, base or data, or with a missing part.
     """
     import torch
 
     manifest, path = point.manifest, point.path
-    assert manifest is not None, "nothing was found to restore"
+    assert manifest is not None, "there is no checkpoint to restore"
     assert path is not None, "a manifest lies in a folder"
     check_fits(point, prepared.job, identity)
     module = prepared.accelerator.unwrap_model(prepared.model)
@@ -155,15 +153,15 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
             _check_shape(stored, shard)
             stored.read(shard.name, shard.kind, parts(shard))
         engine_of(prepared.job.strategy).after_restore(prepared, Counters(**manifest.counters))
-        # Behind an engine's `after_restore`, which may run the model, and that may change buffers.
+        # After the engine's `after_restore`, which may run the model and change buffers.
         for shard in buffer_shards(module):
             _check_shape(stored, shard)
             value = stored.whole(shard.name, BUFFER)
-            # A difference may be no more than the rounding of the strategy that wrote it.
+            # Equal values stay: the checkpoint may have rounded them.
             if not torch.equal(shard.tensor.to("cpu", value.dtype), value):
                 copy([(shard.box, value)], parts(shard))
         _restore_schedule(schedule, manifest.schedule)
-        # Last of all: restoring itself may draw. More data-parallel ranks than wrote take the states in turn.
+        # Last, since restoring may draw random numbers. Additional data-parallel ranks take the stored states in turn.
         wrote = Parallelism(**manifest.parallelism)
         dp_rank = prepared.job.coordinates(prepared.accelerator.process_index).dp_rank
         write_generators(stored.generators(wrote.first_rank(dp_rank % wrote.dp_size)))
@@ -177,7 +175,7 @@ def _check_shape(stored: StoredTensors, shard: Shard) -> None:
 
 
 def _restore_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
-    """Restore the position and the rates. Rates of a rule are computed, since its peak or length may have changed."""
+    """Restore the position and the rates. Rates of a LambdaLR are computed: its peak or length may have changed."""
     from torch.optim.lr_scheduler import LambdaLR
 
     inner = getattr(schedule, "scheduler", schedule)

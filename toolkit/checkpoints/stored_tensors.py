@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 PARTS = 64
-"""Parts of one tensor that one rank writes, at the most: a tensor that packs two matrices has two, each of a GiB at most."""
+"""The most parts of one tensor in a rank's file. A tensor that packs two matrices has two, each of at most a GiB."""
 
 
 class StoredTensors:
-    """The tensors in a checkpoint's files, whatever layout they were written in."""
+    """The tensors in a checkpoint's files, in any layout."""
 
     def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Any]) -> None:
         """Read the keys of `files`, open safetensors files by name.
 
         Raises:
-            CheckpointError: for a key that is not valid, or that does not fit the manifest.
+            CheckpointError: for an invalid key, or one that differs from the manifest.
         """
         self.path, self.manifest, self._files = path, manifest, files
         self._stored: dict[tuple[str, str], list[tuple[Region, Any]]] = {}
@@ -58,7 +58,7 @@ class StoredTensors:
                 except ValueError as error:
                     raise CheckpointError(
                         f"{path / name}: {key!r} names no part of a tensor of this checkpoint: {error}. "
-                        "This toolkit did not write it. Take another checkpoint."
+                        "The toolkit did not write it. Take another checkpoint."
                     ) from error
                 self._stored.setdefault((region.name, region.kind), []).append((region, file))
         for (tensor, kind), stored in self._stored.items():
@@ -71,7 +71,7 @@ class StoredTensors:
         """Copy the values of boxes of a tensor into views of their shapes.
 
         Raises:
-            CheckpointError: if the files lack a part of them. Nothing is written then.
+            CheckpointError: if the files lack a part of them. Then nothing is written.
         """
         targets = list(targets)
         for box, _ in targets:
@@ -80,7 +80,7 @@ class StoredTensors:
             copy(self._parts(name, kind, target[0]), [target])
 
     def whole(self, name: str, kind: str = WEIGHT) -> torch.Tensor:
-        """Return one tensor put together, in its own shape and dtype.
+        """Return one whole tensor, in its own shape and dtype.
 
         Raises:
             CheckpointError: if the files lack a part of it.
@@ -89,13 +89,13 @@ class StoredTensors:
 
         about = self.manifest.tensors[name][kind]
         box = whole_box(about["shape"])
-        self._check_complete(name, kind, box)  # before memory is allocated: the manifest may be crafted
+        self._check_complete(name, kind, box)  # before the allocation: a crafted manifest may state any shape
         tensor = torch.empty(box_shape(box), dtype=getattr(torch, about["dtype"]))
         copy(self._parts(name, kind, box), [(box, tensor)])
         return tensor
 
     def generators(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the states of the random generators of one of the ranks that wrote."""
+        """Return the states of a writing rank's random generators."""
         file = self._files[file_name(rank)]
         names = [key for key in file.keys() if key.startswith(f"{GENERATOR}:")]  # noqa: SIM118
         return {name.partition(":")[2]: file.get_tensor(name) for name in names}

@@ -14,7 +14,7 @@ from toolkit.config.run_config import EMBEDDED
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import DataError
 from toolkit.models import ModelSpec, describe
-from toolkit.models.embedded import embedded_checkpoint
+from toolkit.models.resolution import embedded_checkpoint
 
 TEXT_BYTES = 4_000_000
 """The embedded text is the first files, by name, that reach this size."""

@@ -20,7 +20,7 @@ from toolkit.data.packing import Columns, Counts, pack_rows
 from toolkit.data.rows import META, Rows, column_names, find_rows
 from toolkit.data.tokenization import tokenize
 from toolkit.models import ModelSpec
-from toolkit.models.packing_probe import separates_documents
+from toolkit.models.varlen import separates_documents
 
 FORMAT = 1
 """Of the cached rows. Whoever changes what rows hold raises it, so that older ones are not taken for new ones."""

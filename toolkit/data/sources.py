@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.core.atomic_io import expand_user, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
-from toolkit.models.hub import first_line, hub_reachable
+from toolkit.models.files import first_line, hub_reachable
 
 EMBEDDED = "embedded"
 """The source's name that means the embedded text, as None does."""

@@ -14,7 +14,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Device, Hardware
 from toolkit.models import ModelSpec
-from toolkit.models.packing_probe import DROPOUTS, separates_documents
+from toolkit.models.varlen import DROPOUTS, separates_documents
 
 
 @dataclass(frozen=True, kw_only=True)

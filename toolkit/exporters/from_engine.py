@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,8 @@ from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import on_main
-from toolkit.exporters.adapters import write_adapter
-from toolkit.exporters.engine_weights import EngineWeights, is_adapter
-from toolkit.exporters.model_card import finish_export, rows_of
-from toolkit.exporters.model_files import ModelFiles, skeleton
-from toolkit.exporters.publication import atomic_dir
-from toolkit.exporters.reload import reopen
+from toolkit.exporters.folders import atomic_dir
+from toolkit.exporters.model_files import ModelFiles, skeleton, write_adapter
 from toolkit.exporters.results import (
     NO_ROOM,
     OTHER_KERNELS,
@@ -33,11 +29,13 @@ from toolkit.exporters.results import (
     Checked,
     Export,
     SavedTensor,
+    finish_export,
+    logits_notes,
     not_compared,
-    tolerance_note,
+    rows_of,
 )
-from toolkit.exporters.state_dict import full_state
-from toolkit.exporters.verification import check_attention, check_files, relative_error
+from toolkit.exporters.state_dict import EngineWeights, full_state, is_adapter
+from toolkit.exporters.verification import check_attention, check_files, relative_error, reopen
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import quiet_bars
 from toolkit.models.varlen import BOUNDS, document_bounds
@@ -49,54 +47,38 @@ if TYPE_CHECKING:
 def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTensor]:
     """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format. A collective.
 
-    Weights are saved as they were trained: fp32 masters in float32. Rank 0 gathers and writes one tensor at a time; no
-    rank holds more than its shards and the largest tensor. The files appear in `folder` whole or not at all; what was
-    there before is replaced by them.
+    Weights keep their training dtype: fp32 masters in float32. Rank 0 gathers and writes one tensor at a time. No rank holds
+    more than its shards and the largest tensor. The files replace an existing `folder` once they are complete.
 
     Returns:
-        On rank 0 what each tensor in the files has to be, for `verify`; nothing on other ranks.
+        On rank 0 the fingerprints of all tensors in the files, for `verify`; nothing on other ranks.
     """
-    accelerator, engine = prepared.accelerator, EngineWeights(prepared)
-    writing = _write_adapter if is_adapter(accelerator.unwrap_model(prepared.model)) else _write_model
-    with contextlib.ExitStack() as stack:
-        draft: list[Path] = []  # rank 0's
-        on_main(accelerator, lambda: draft.append(stack.enter_context(atomic_dir(folder, replace=True))))
-        written = writing(prepared, engine, draft)
-
-        def finish() -> None:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(draft[0])
-            stack.close()
-
-        on_main(accelerator, finish)
+    engine, written = EngineWeights(prepared), dict[str, SavedTensor]()
+    with contextlib.closing(_write(prepared, engine.weights, tokenizer, folder, written)) as steps:
+        while (names := on_main(prepared.accelerator, lambda: next(steps, None))) is not None:
+            engine.gather(names)
     return written
 
 
-def _write_adapter(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
-    module, names = prepared.accelerator.unwrap_model(prepared.model), list(engine.weights.entries)
-    engine.gather(names)
-    written: dict[str, SavedTensor] = {}
-
-    def write() -> None:
-        written.update(write_adapter(module, {name: engine.weights.tensor(name) for name in names}, draft[0]))
-
-    on_main(prepared.accelerator, write)
-    return written
-
-
-def _write_model(prepared: Prepared, engine: EngineWeights, draft: list[Path]) -> dict[str, SavedTensor]:
-    files: list[ModelFiles] = []  # rank 0's
-
-    def begin() -> list[list[str]]:
-        with quiet_bars(True, shown=False):
-            files.append(_planned_files(prepared, engine.weights))
-        files[0].create(draft[0], prepared.job.spec)
-        return [files[0].trained_names(group) for group in files[0].groups]
-
-    for number, names in enumerate(on_main(prepared.accelerator, begin)):
-        engine.gather(names)
-        on_main(prepared.accelerator, lambda number=number: files[0].write(files[0].groups[number]))  # type: ignore[misc]
-    return files[0].written if files else {}
+def _write(
+    prepared: Prepared, weights: Weights, tokenizer: Any, folder: Path, written: dict[str, SavedTensor]
+) -> Generator[list[str]]:
+    """Write the files on rank 0. Yield the names of the next tensors, which all ranks gather before rank 0 goes on."""
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    with atomic_dir(folder, replace=True) as draft:
+        if is_adapter(module):
+            yield list(weights.entries)
+            written |= write_adapter(module, {name: weights.tensor(name) for name in weights.entries}, draft)
+        else:
+            with quiet_bars(shown=False):
+                files = _planned_files(prepared, weights)
+            files.create(draft, prepared.job.spec)
+            for group in files.groups:
+                yield files.trained_names(group)
+                files.write(group)
+            written |= files.written
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
 
 
 LOADED = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."
@@ -125,8 +107,8 @@ def verify(
 ) -> Export | None:
     """Compare the saved files with the trained model; rank 0 gets the result, the others None. A collective.
 
-    The bytes decide. Where they are right and the folder does not open in transformers or PEFT, the result warns and says
-    why. Where only the logits of the reopened model differ, the result says by how much. What passes gets its model card.
+    Wrong bytes are an error. With right bytes, the result has a warning if the folder does not open in transformers or PEFT,
+    and a note if the logits of the reopened model differ. The files get their model card.
 
     Args:
         prepared: the trained model.
@@ -136,13 +118,13 @@ def verify(
         about: more rows of the model card: data, versions.
 
     Raises:
-        RunError: for files whose bytes are not the trained model's, and for an opened model that lacks keys, has keys too
-            many, or whose tied weights came untied.
+        RunError: for files with other bytes than the trained model's, and for a reopened model with missing or unknown keys,
+            or with tied weights that came untied.
     """
     accelerator = prepared.accelerator
     if prepared.job.spec is None:
         raise RunError(
-            "the model was not read by `toolkit.load`, so there is nothing to compare its export with. "
+            "the model was not read by `toolkit.load`, so its export cannot be compared. "
             "Make the Accelerator with a spec: `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
     probe: dict[str, Any] = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items() if name not in BOUNDS}
@@ -177,10 +159,10 @@ def _compare(
 ) -> tuple[float | None, tuple[str, ...]]:
     """Return the logits' error on rank 0, and notes about the comparison.
 
-    They are computed on rank 0's device where the model fits there a second time, else on the host.
+    Logits are computed on rank 0's device if the model fits there a second time, else on the host.
 
     Raises:
-        RunError: for an opened model that lacks keys, has keys too many, or whose tied weights came untied.
+        RunError: for a reopened model with missing or unknown keys, or with tied weights that came untied.
     """
     job, spec, trained_on = prepared.job, prepared.job.spec, prepared.accelerator.device.type
     assert spec is not None
@@ -191,7 +173,7 @@ def _compare(
         job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
     is_open = False
     try:
-        with quiet_bars(True, shown=False):
+        with quiet_bars(shown=False):
             model = reopen(job, folder)
         is_open = True
         here = to_device(probe, place)
@@ -203,16 +185,16 @@ def _compare(
         return None, (not_compared(problem, folder, opened=lacks),)
     limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == trained_on:
-        return error, tolerance_note(error, limit)
+        return error, logits_notes(error, limit)
     how = (
         f"Logits were compared on the {place.type} with {attention}; the model was trained on the {trained_on} with "
         f"{prepared.job.strategy.attention}."
     )
-    return error, (how, *tolerance_note(error, OTHER_KERNELS * limit))
+    return error, (how, *logits_notes(error, OTHER_KERNELS * limit))
 
 
 def _device_for_check(job: Job, spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Return a device with memory for a second model and a fifth to spare; it is read on the host first."""
+    """Return a device with memory for a second model and a fifth to spare. The host reads the model first."""
     import torch
 
     needed = 1.2 * (1 if job.strategy.quantized else BYTES_OF[job.weight_dtype]) * spec.elements
@@ -235,7 +217,7 @@ def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor
     autocast = engine_of(job.strategy).autocast_dtype(job) is not None
     compute = getattr(torch, job.compute_dtype)
     if half and not autocast:
-        # Parameters alone: no engine casts buffers, and rotary frequencies in half precision turn into other angles.
+        # Parameters only: no engine casts buffers, and rotary frequencies in half precision give other angles.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(compute)
     device = next(model.parameters()).device.type

@@ -1,4 +1,4 @@
-"""A whole model's files, written a tensor at a time: neither the model nor a file is in memory as a whole."""
+"""A model's files, written one tensor at a time: neither the whole model nor a whole file is in memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from toolkit.core.errors import RunError
 from toolkit.core.units import dtype_name
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec, copy_code, copy_processor
+from toolkit.models.files import SAFETENSORS_DTYPES
 from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, without_engine
-from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def source_configs(
     config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
     try:
         generation = GenerationConfig.from_pretrained(spec.source)
-    except OSError:  # it has none, and transformers makes one from its config
+    except OSError:  # without one, transformers derives it from the config
         return config, None
     generation.pad_token_id = tokenizer.pad_token_id
     return config, generation
@@ -68,7 +68,7 @@ def common_dtype(entries: Mapping[str, Entry]) -> str:
 
 
 def _saved_dtypes(model: PreTrainedModel, entries: Mapping[str, Entry], dtype: str | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each saved tensor: its own or the requested one, except for those that stay in fp32."""
+    """Return the dtype of each saved tensor: its own or the requested one, and fp32 where the model demands it."""
     import torch
     from transformers.core_model_loading import build_glob_alternation
 
@@ -84,8 +84,8 @@ def _saved_dtypes(model: PreTrainedModel, entries: Mapping[str, Entry], dtype: s
 class ModelFiles:
     """A whole model's files. Their layout is computed first, so each tensor can be written to its place at any time.
 
-    Tensors get the names and shapes that they have on the disk (one expert a tensor, say) by transformers' own
-    conversion. What is converted together is in memory together: a tensor, unless a conversion joins several.
+    transformers' own conversion gives tensors their names and shapes on the disk (one expert a tensor, say). Tensors that a
+    conversion joins are in memory together.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class ModelFiles:
         """Lay out the files.
 
         Args:
-            model: of the class that opens them; on the meta device, say.
+            model: of the class that opens the files; may be on the meta device.
             entries: every tensor of the model.
-            dtype: torch's name of the one to save in, or None for their own.
-            config: the one to save, if it is not the model's.
+            dtype: torch's name of the saved dtype, or None for the tensors' own.
+            config: the saved config, by default the model's.
         """
         import torch
         from huggingface_hub import split_torch_state_dict_into_shards
@@ -110,22 +110,22 @@ class ModelFiles:
         self._dtype = dtype or common_dtype(entries)
         self._dtypes = _saved_dtypes(model, entries, dtype)
         metas = {name: torch.empty(entries[name].shape, dtype=own, device="meta") for name, own in self._dtypes.items()}
-        # Of a view the size of its whole storage would be counted.
+        # New tensors: for a view, the size of its whole storage would count.
         self._metas = {name: torch.empty_like(meta) for name, meta in disk_tensors(model, dict(metas)).items()}
         self._layout = split_torch_state_dict_into_shards(self._metas, max_shard_size=FILE_BYTES)
         self._places: dict[str, tuple[Path, int]] = {}
         self.groups = _batches(_conversion_groups(model, metas, self._metas), metas)
-        """Names of tensors that are written at once: no more bytes than the largest conversion."""
+        """Names of tensors that are written at once: at most the bytes of the largest conversion."""
         self.bytes = sum(meta.nbytes for meta in self._metas.values())
-        """Of the weights on the disk."""
+        """Bytes of the weights on the disk."""
         self.written: dict[str, SavedTensor] = {}
-        """By name on the disk: what `write` has written."""
+        """Name on the disk → tensor that `write` has written."""
 
     def create(self, folder: Path, spec: ModelSpec | None) -> None:
-        """Write all but the tensors into a folder that exists: configs, index, files with room, the source's own files.
+        """Write everything but the tensors' values into an existing folder: configs, index, empty files, the source's own files.
 
         Raises:
-            RunError: where the disk has no room.
+            RunError: for a full disk.
         """
         from transformers.dynamic_module_utils import custom_object_save
 
@@ -158,7 +158,7 @@ class ModelFiles:
         """Read, convert and write one of `groups`.
 
         Raises:
-            RunError: where the disk is full.
+            RunError: for a full disk.
         """
         import torch
 
@@ -175,12 +175,12 @@ class ModelFiles:
 def _create_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Create a file of zeros as `safetensors.torch.save_file` lays it out. Return the offset of each tensor.
 
-    The library writes only whole files of tensors that are all in memory. Format: huggingface.co/docs/safetensors.
+    The library needs all tensors of a file in memory. Format: huggingface.co/docs/safetensors.
     """
     codes = {name: code for code, name in SAFETENSORS_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, starts = 0, {}
-    # The widest first, so that each is aligned.
+    # The widest dtype first, so that each tensor is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         starts[name], end = end, end + tensors[name].nbytes
         header[name] = {
@@ -193,7 +193,7 @@ def _create_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict
     with _writing(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)  # a full disk shows now
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)  # raises now on a full disk
     return {name: 8 + len(text) + start for name, start in starts.items()}
 
 
@@ -210,7 +210,7 @@ def _writing(path: Path) -> Iterator[None]:
 def _conversion_groups(
     model: PreTrainedModel, metas: Mapping[str, torch.Tensor], disk: Mapping[str, torch.Tensor]
 ) -> list[list[str]]:
-    """Return names that are converted together: one, a repeated layer's, or all where a conversion joins more."""
+    """Return groups of names for separate conversions: single ones, else a layer's, else all."""
     layers: dict[str, list[str]] = {}
     for name in metas:
         layer = re.match(r"(.*?\.\d+)\.", name)
@@ -239,3 +239,12 @@ def _batches(groups: list[list[str]], metas: Mapping[str, torch.Tensor]) -> list
         batches[-1] += group
         room -= size
     return batches
+
+
+def write_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, SavedTensor]:
+    """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does. Return the tensors in the file."""
+    from peft import get_peft_model_state_dict
+
+    model.save_pretrained(folder, state_dict=dict(state))
+    saved = get_peft_model_state_dict(model, state_dict=dict(state))
+    return {name: SavedTensor.of(tensor) for name, tensor in saved.items()}

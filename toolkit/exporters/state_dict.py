@@ -1,69 +1,172 @@
-"""Every tensor of a model under its name in the model: trained ones, and what training left as it was."""
+"""Every tensor of a model under its name in the model: trained ones from the shards of all ranks, the others from its source."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers import Entry, Weights, safetensors_entries
+from toolkit.checkpoints.layout import Region
 from toolkit.core.errors import ModelError, RunError
 from toolkit.core.units import dtype_name
+from toolkit.engines.base import engine_of
+from toolkit.engines.records import Prepared
+from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
+from toolkit.engines.states import SEND_CHUNK
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import auto_class, disk_tensors, without_engine
+from toolkit.models.hf_loading import disk_tensors, read_pretrained
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 
+def is_adapter(module: Any) -> bool:
+    """Return whether the model has a PEFT adapter, the toolkit's or the user's."""
+    return hasattr(module, "peft_config")
+
+
+class EngineWeights:
+    """Tensors of a running model by canonical name: masters where an engine keeps them, else parameters; and buffers.
+
+    Of an adapter these are the trained tensors, of a model from `load` all but frozen parts, of a user's own model all.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Exchange the regions of all ranks. A collective."""
+        import torch
+        from accelerate.utils import gather_object
+
+        torch.cuda.empty_cache()  # the buffers of collectives lie outside torch's cache
+        accelerator, job = prepared.accelerator, prepared.job
+        self._rank, self._device = accelerator.process_index, accelerator.device
+        module = accelerator.unwrap_model(prepared.model)
+        parameters = dict(module.named_parameters())
+        self._mine: dict[tuple[str, str], list[Shard]] = {}
+        for shard in engine_of(job.strategy).shards(prepared):
+            self._mine.setdefault((shard.name, shard.kind), []).append(shard)
+        regions = {key: [Region.of(shard) for shard in shards] for key, shards in self._mine.items()}
+        local_facts = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in self._mine.items()}
+        ranks = gather_object([(regions, local_facts)])
+        facts = {key: value for _, part in ranks for key, value in part.items()}
+        if is_adapter(module):
+            names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        else:
+            names = [name for name in parameters if job.spec is None or job.spec.trains(name)]
+        keys = {name: (name, MASTER if (name, MASTER) in facts else PARAMETER) for name in names}
+        if not is_adapter(module):
+            keys |= {name: (name, kind) for name, kind in facts if kind == BUFFER}
+        # By tensor: its regions, each with the first rank that holds it and the place among that rank's shards.
+        self._senders: dict[str, dict[Region, tuple[int, int]]] = {name: {} for name in keys}
+        for name, key in keys.items():
+            for owner, (regions, _) in enumerate(ranks):
+                for index, region in enumerate(regions.get(key, ())):
+                    self._senders[name].setdefault(region, (owner, index))
+        self._keys, self._whole = keys, dict[str, torch.Tensor]()
+        self._facts = {name: facts[key] for name, key in keys.items()}
+        entries = {
+            name: Entry(
+                tuple(shape),
+                dtype_name(dtype),
+                partial(self._whole.__getitem__, name),
+                trained=getattr(parameters.get(name), "requires_grad", False),
+                source=name,
+            )
+            for name, (shape, dtype) in self._facts.items()
+        }
+        self.weights = Weights("running model", entries)
+        """Rank 0 alone can read them, after `gather`."""
+
+    def gather(self, names: Sequence[str]) -> None:
+        """Gather these whole tensors in rank 0's host memory, and drop those gathered before. A collective.
+
+        Equal regions (replicas) are sent once. Broadcasts of at most `SEND_CHUNK` bytes on the main group need no new
+        communicator, and no buffer that grows with the tensor.
+        """
+        import torch
+
+        self._whole.clear()
+        for name in names:
+            shape, dtype = self._facts[name]
+            whole = torch.empty(shape, dtype=dtype) if self._rank == 0 else None
+            for region, (owner, index) in self._senders[name].items():
+                for shard in self._send(region, owner, index):
+                    if whole is not None:
+                        copy(parts(shard), [(whole_box(shape), whole)])
+            if whole is not None:
+                self._whole[name] = whole
+
+    def _send(self, region: Region, owner: int, index: int) -> Iterator[Shard]:
+        """Send a region from `owner` to all ranks, and yield it there in parts. Rank 0's own regions are not sent."""
+        import torch
+        import torch.distributed as dist
+
+        (shape, dtype), key = self._facts[region.name], self._keys[region.name]
+        shard = self._mine[key][index] if owner == self._rank else None
+        if owner == 0:
+            if shard is not None:
+                yield shard
+            return
+        flat = None if shard is None else shard.tensor.detach().reshape(-1)
+        step = max(1, SEND_CHUNK // dtype.itemsize)
+        for start in range(0, region.length, step):
+            length = min(step, region.length - start)
+            if flat is None:
+                values = torch.empty(length, dtype=dtype, device=self._device)
+            else:
+                values = flat[start : start + length].to(self._device)
+            dist.broadcast(values, owner)
+            yield Shard(region.name, region.kind, tuple(shape), region.box, region.start + start, values)
+
+
 NAME_MODEL = "Name the model that was trained with --model."
 
 
 def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: str = NAME_MODEL) -> dict[str, Entry]:
-    """Return every tensor of a model: trained ones from `weights`, what training left alone from the model's source.
+    """Return every tensor of a model: trained ones from `weights`, untrained ones from the model's source.
 
     Args:
         weights: the trained weights.
         model: the skeleton.
         spec: of the model.
-        fix: ends the sentence about tensors of another model.
+        fix: last sentence of the error about tensors of another model.
 
     Raises:
-        RunError: where `weights` lack a tensor, hold one of another shape, or one that the model does not know.
-        ModelError: where what is not trained has to be read from the model's source, and that has it not.
+        RunError: if `weights` lack a tensor, or hold one with another shape or an unknown name.
+        ModelError: if the model's source lacks an untrained tensor.
     """
     base = _BaseWeights(spec, model)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     tied = {group[0]: group for group in spec.tied}
-    # Buffers of a script's own, which the model does not know, are left out.
+    # Unknown buffers, say of a script, are left out.
     unknown = weights.entries.keys() - parameters.keys() - buffers.keys()
-    wrong = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
+    faults = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
     entries: dict[str, Entry] = {}
     for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
         meta = parameters[name] if name in parameters else buffers[name]
         source = next((names for names in tied.get(name, (name,)) if names in weights.entries), None)
         if source is None and name in parameters and meta.requires_grad:
-            wrong.append(f"{name} is missing")
+            faults.append(f"{name} is missing")
         elif source is None:
             entries[name] = base.entry(name)
         elif weights.entries[source].shape != tuple(meta.shape):
-            wrong.append(f"{name} has the shape {list(weights.entries[source].shape)}, expected {list(meta.shape)}")
+            faults.append(f"{name} has the shape {list(weights.entries[source].shape)}, expected {list(meta.shape)}")
         else:
             entry = dataclasses.replace(weights.entries[source], read=partial(weights.tensor, source), source=source)
             entries[name] = entry if entry.trained else _unrounded(entry, base, name)
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise RunError(
-            f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(wrong[:3])}{more}. {fix}"
+            f"the {weights.kind} does not hold the weights of {spec.name}: {'; '.join(faults[:3])}{more}. {fix}"
         )
     return entries
 
 
 def _unrounded(entry: Entry, base: _BaseWeights, name: str) -> Entry:
-    """Return the base's own tensor, in its dtype, where `entry` is only that tensor rounded; else `entry` in that dtype."""
+    """Return the base's own tensor if `entry` is that tensor rounded; else `entry` in the base's dtype."""
     try:
         own = base.entry(name)
     except ModelError:  # a config and a tokenizer are enough of a source
@@ -84,14 +187,14 @@ class _BaseWeights:
     """The base model's buffers and untrained weights, which no checkpoint holds."""
 
     def __init__(self, spec: ModelSpec, model: PreTrainedModel) -> None:
-        """Take the spec, and a skeleton that knows how the files call its tensors."""
+        """Take the spec, and a skeleton that knows the tensors' names in the files."""
         self.spec, self._model = spec, model
 
     def entry(self, name: str) -> Entry:
-        """Return a tensor in its file; where the file holds it in another form, transformers reads the whole model once.
+        """Return a tensor from its file. For a tensor in another form, transformers reads the whole model once.
 
         Raises:
-            ModelError: where the source has no weights, or lacks this one.
+            ModelError: if the source has no weights, or lacks this one.
         """
         if (place := self._place(name)) is not None:
             return dataclasses.replace(self._stored[place], trained=False)
@@ -106,7 +209,7 @@ class _BaseWeights:
         return {name: entry for path in paths for name, entry in safetensors_entries(path).items()}
 
     def _place(self, name: str) -> str | None:
-        """Return the tensor's name in the files, if these hold it as it is."""
+        """Return the tensor's name in the files, if they hold it in the model's form."""
         import torch
 
         if name in self._stored:
@@ -122,8 +225,5 @@ class _BaseWeights:
 
     @functools.cached_property
     def _state(self) -> Mapping[str, torch.Tensor]:
-        with without_engine():
-            read = auto_class(self.spec).from_pretrained
-            model = read(self.spec.source, trust_remote_code=self.spec.runs_code, use_safetensors=True)
-        state: Mapping[str, torch.Tensor] = model.state_dict()
+        state: Mapping[str, torch.Tensor] = read_pretrained(self.spec, self.spec.source).state_dict()
         return state

@@ -1,8 +1,9 @@
-"""Check an export against the trained model: first the bytes of its files, then its logits."""
+"""Check an export against the trained model: reopen it with plain transformers and PEFT, compare bytes, then logits."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,40 +13,120 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
-from toolkit.exporters.reload import reopen_whole
+from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization
+from toolkit.engines.base import kept_dtype
+from toolkit.engines.experts import pack_experts
+from toolkit.engines.job import Job
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class
+from toolkit.models.hf_loading import auto_class, read_pretrained
 
 if TYPE_CHECKING:
     import torch
+
+
+def reopen(job: Job, folder: Path) -> Any:
+    """Reopen the model in `folder` on the host, in evaluation mode; an adapter on its base, read (and quantized) again.
+
+    An adapter has its training dtype, for comparable logits. PEFT would read it in fp32.
+
+    Raises:
+        RunError: for missing and unknown keys.
+    """
+    assert job.spec is not None
+    if job.strategy.adapter == "none":
+        return reopen_whole(job.spec, folder, dtype=job.weight_dtype, attention=job.strategy.attention)
+    import torch
+
+    model = reopen_adapter(read_base(job), folder)
+    storage = getattr(torch, kept_dtype(job))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # in PEFT's names of all LoRA and DoRA parameters
+            parameter.data = parameter.data.to(storage)
+    return model
+
+
+def reopen_adapter(base: Any, folder: Path) -> Any:
+    """Reopen the adapter in `folder` on its base, in evaluation mode."""
+    import_bitsandbytes()
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # PEFT reads `is_gradient_checkpointing`, which transformers renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        model = PeftModel.from_pretrained(base, folder)
+    return model.eval()
+
+
+def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -> Any:
+    """Reopen a whole model in `folder`, in evaluation mode, on the host.
+
+    Raises:
+        RunError: for missing and unknown keys, and for tied parameters that no longer share one tensor.
+    """
+    import torch
+
+    kernel = ATTENTIONS[attention].transformers
+    model, info = read_pretrained(
+        spec, folder, dtype=getattr(torch, dtype), output_loading_info=True, attn_implementation=kernel
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            raise RunError(f"{what.replace('_', ' ')}: {', '.join(map(str, list(info[what])[:3]))}")
+    for group in spec.tied:
+        if len({id(model.get_parameter(name)) for name in group}) > 1:
+            raise RunError(f"tied weights came untied: {', '.join(group)}")
+    return model.eval()
+
+
+def read_base(job: Job, *, on_host: bool = False) -> Any:
+    """Read an adapter's frozen base as in training: in the compute dtype, or quantized.
+
+    Args:
+        job: of the adapter.
+        on_host: quantize on the host, also on a machine with a GPU.
+    """
+    import torch
+
+    assert job.spec is not None
+    base = read_pretrained(
+        job.spec,
+        job.spec.source,
+        dtype=getattr(torch, job.compute_dtype),
+        quantization_config=quantization(job),
+        device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
+        attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
+    )
+    if job.strategy.adapter == "qlora":
+        pack_experts(base, job.spec, getattr(torch, job.compute_dtype))
+    keep_packing(base)
+    return base
 
 
 def check_files(folder: Path, planned: Mapping[str, SavedTensor]) -> None:
     """Compare a folder's safetensors files with the expected tensors, byte by byte; one tensor is in memory at a time.
 
     Raises:
-        RunError: for a file that cannot be read, and for tensors that are missing, unknown, empty or different; it names
-            the first three.
+        RunError: for an unreadable file, and for missing, unknown, empty or different tensors, naming the first three.
     """
     from safetensors import SafetensorError, safe_open
 
-    wrong, names = [], set()
+    faults, names = [], set()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dictionary
                     names.add(name)
-                    wrong += _tensor_faults(name, file.get_tensor(name), planned.get(name))
+                    faults += _tensor_faults(name, file.get_tensor(name), planned.get(name))
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path.name} cannot be read: {error}") from error
-    wrong = [f"{name} is missing" for name in planned if name not in names] + wrong
-    if wrong:
-        raise RunError(f"{'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
+    faults = [f"{name} is missing" for name in planned if name not in names] + faults
+    if faults:
+        raise RunError(f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}")
 
 
 def _tensor_faults(name: str, tensor: torch.Tensor, planned: SavedTensor | None) -> list[str]:
-    """Return what is wrong with one tensor. Non-finite values are right if the bytes are equal."""
+    """Return the faults of one tensor. Non-finite values are no fault if the bytes are equal."""
     import torch
 
     saved = SavedTensor.of(tensor)
@@ -67,7 +148,7 @@ def compare_whole(spec: ModelSpec, entries: Mapping[str, Entry], folder: Path, d
     One model is in memory at a time.
 
     Raises:
-        RunError: for a model that does not open whole, or whose tied weights came untied.
+        RunError: for missing keys, and for tied weights that came untied.
     """
     import torch
     from accelerate import init_empty_weights
@@ -98,7 +179,7 @@ def logits_of(spec: ModelSpec, folder: Path, dtype: str) -> tuple[torch.Tensor, 
     """Return a saved model's logits on the probe, and the dtypes in which transformers opens it.
 
     Raises:
-        RunError: for a model that does not open whole, or whose tied weights came untied.
+        RunError: for missing keys, and for tied weights that came untied.
     """
     model = reopen_whole(spec, folder, dtype=dtype, attention=check_attention(spec))
     expected = {parameter.name: parameter.shape for parameter in spec.parameters}
@@ -127,7 +208,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_attention(spec: ModelSpec) -> str:
-    """Return a kernel that needs no GPU."""
+    """Return an attention kernel that runs without a GPU."""
     return "sdpa" if "sdpa" in spec.attentions else "eager"
 
 

@@ -43,7 +43,7 @@ FIGURES: dict[str, tuple[str, Callable[[Forecast], float | None]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One figure of both."""
+    """One figure of both forecasts."""
 
     what: str
     one: float | None
@@ -76,11 +76,11 @@ class ForecastDiff(Result):
     """Every field of strategy, loop and machine that differs."""
     differences: tuple[Difference, ...]
     why: tuple[tuple[str, str], ...]
-    """What differs, and why, in a sentence."""
+    """Part and reason of each difference, a sentence each."""
 
     @property
     def reason(self) -> str:
-        """Both in a sentence."""
+        """Return the needs and the speeds of both, in a sentence."""
         both = list(zip((self.one, self.other), self.labels, strict=True))
         sentences = [
             f"{label} needs {format_bytes(forecast.needed_bytes)} and {'fits' if forecast.fits else 'does not fit'}"

@@ -66,15 +66,19 @@ class DtypeReport(Result):
     device: str
     columns: tuple[DtypeColumn, ...]
     run: str | None = None
-    """The folder of the run whose audit is shown."""
+    """Folder of the run with the shown audit."""
+
+    @property
+    def accepted(self) -> list[DtypeColumn]:
+        """The strategies that can run."""
+        return [column for column in self.columns if not column.refused]
 
     @property
     def reason(self) -> str:
-        """Bytes of a trained weight under each, in a sentence; and whether the run's audit found the same."""
+        """Return the bytes of a trained weight under each strategy, and whether the run's audit has the same dtypes."""
         by_bytes: dict[float, list[str]] = {}
-        for column in self.columns:
-            if not column.refused:
-                by_bytes.setdefault(sum(column.element_bytes.values()), []).append(column.label)
+        for column in self.accepted:
+            by_bytes.setdefault(sum(column.element_bytes.values()), []).append(column.label)
         sentences = [
             f"{', '.join(labels)} {'keep' if len(labels) > 1 else 'keeps'} {size:g} bytes"
             for size, labels in by_bytes.items()
@@ -93,45 +97,38 @@ class DtypeReport(Result):
         """Return each column, its dtypes as stage → part → dtype."""
         values = dataclasses.asdict(self)
         for column in values["columns"]:
-            column |= {name: _nested(column[name]) for name in ("dtypes", "measured")}
+            for field_name in ("dtypes", "measured"):
+                nested: dict[str, dict[str, str]] = {}
+                for (stage, part), name in column[field_name].items():
+                    nested.setdefault(stage, {})[part] = name
+                column[field_name] = nested
         return values
 
     def pictures(self) -> Sequence[str]:
         """Return a picture of the bytes for each trained weight."""
-        rows = [Bar(label=column.label, parts=column.element_bytes) for column in self.columns if not column.refused]
+        rows = [Bar(label=column.label, parts=column.element_bytes) for column in self.accepted]
         title = f"{self.precision}: bytes for each trained weight, before anything is sharded"
         return [bars(rows, title=title, spell=lambda size: f"{size:g} B")] if rows else []
 
     def tables(self) -> list[Table]:
-        """Return dtypes by stage, then how weights are read and cast."""
-        able = [column for column in self.columns if not column.refused]
-        tables = []
-        if able:
-            views = {column.label: column.dtypes for column in able}
-            views |= {f"{column.label}, measured": column.measured for column in able if column.measured}
-            places = dict.fromkeys(place for column in able for place in column.dtypes)
-            rows = [
-                (f"{place[0]}: {place[1]}", *(dtypes.get(place, "–") for dtypes in views.values()))
-                for place in sorted(places, key=lambda place: STAGES.index(place[0]))
-            ]
-            title = f"{self.model} in {self.precision} on {self.device}: dtypes, stage by stage"
-            casts = [(column.label, column.loading, column.computing) for column in able]
-            headers = ("sharding", "weights are read", "the forward computes")
-            tables = [
-                Table(title=title, columns=("stage", *views), rows=rows, notes=(self.reason,)),
-                Table(title="Reading and casting", columns=headers, rows=casts),
-            ]
-        if refused := [(column.label, column.refused) for column in self.columns if column.refused]:
-            title = f"Cannot run in {self.precision} here"
-            tables.append(Table(title=title, columns=("sharding", "why"), rows=refused))
-        return tables
-
-
-def _nested(places: Mapping[Place, str]) -> dict[str, dict[str, str]]:
-    nested: dict[str, dict[str, str]] = {}
-    for (stage, what), name in places.items():
-        nested.setdefault(stage, {})[what] = name
-    return nested
+        """Return dtypes by stage, then how weights are read and cast, then the refusals."""
+        views = {column.label: column.dtypes for column in self.accepted}
+        views |= {f"{column.label}, measured": column.measured for column in self.accepted if column.measured}
+        places = dict.fromkeys(place for column in self.accepted for place in column.dtypes)
+        rows = [
+            (f"{place[0]}: {place[1]}", *(dtypes.get(place, "–") for dtypes in views.values()))
+            for place in sorted(places, key=lambda place: STAGES.index(place[0]))
+        ]
+        casts = [(column.label, column.loading, column.computing) for column in self.accepted]
+        refused = [(column.label, column.refused) for column in self.columns if column.refused]
+        title = f"{self.model} in {self.precision} on {self.device}: dtypes, stage by stage"
+        headers = ("sharding", "weights are read", "the forward computes")
+        tables = [
+            Table(title=title, columns=("stage", *views), rows=rows, notes=(self.reason,)),
+            Table(title="Reading and casting", columns=headers, rows=casts),
+            Table(title=f"Cannot run in {self.precision} here", columns=("sharding", "why"), rows=refused),
+        ]
+        return [table for table in tables if table.rows]
 
 
 def dtype_report(
@@ -151,37 +148,36 @@ def dtype_report(
         on: the machine, or its name; by default this one.
         train_config: as in `forecast`.
         ranks: processes; by default the machine's devices, at least two.
-        run: folder of a run, whose audit is shown with its strategy.
+        run: folder of a run; its strategy comes first, with its audit.
 
     Raises:
         ToolkitError: for an unknown model or machine.
         RunError: for a folder without an audited run.
     """
     finished = read_finished_run(run) if run is not None else None
-    chosen = list(strategies or [Strategy(sharding=word) for word in usual_shardings()])
+    compared = list(strategies or [Strategy(sharding=word) for word in usual_shardings()])
     if finished is not None:
         more = [strategy for strategy in strategies or () if strategy.sharding != finished.strategy.sharding]
-        chosen = [finished.strategy, *more]
+        compared = [finished.strategy, *more]
         ranks = finished.ranks if ranks is None and on is None else ranks
     # Dtypes do not depend on the number of ranks; with one device, sharding is forecast for two.
     job, machine = resolve_request(model, Strategy(), on, train_config, ranks=1, run=finished)
     count = ranks if ranks is not None else max(2, machine.ranks)
     columns = []
-    for strategy in chosen:
-        many = 1 if strategy.single_process else max(count, strategy.least_ranks)
+    for strategy in compared:
+        world_size = 1 if strategy.single_process else max(count, strategy.least_ranks)
         try:
-            column = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=many)[0])
+            column = _column(resolve_request(job.spec, strategy, machine, train_config, ranks=world_size)[0])
         except StrategyError as error:
-            column = DtypeColumn(strategy=strategy, ranks=many, refused=str(error))
+            column = DtypeColumn(strategy=strategy, ranks=world_size, refused=str(error))
         if finished is not None and strategy is finished.strategy:
             measured = _at_stages(finished.dtypes, _weights(strategy))
             column = dataclasses.replace(column, measured=measured)
         columns.append(column)
-    words = list(dict.fromkeys(column.strategy.precision for column in columns))
     assert job.spec is not None
     return DtypeReport(
         model=job.spec.name,
-        precision=", ".join(words),
+        precision=", ".join(dict.fromkeys(column.strategy.precision for column in columns)),
         device=machine.device.name,
         columns=tuple(columns),
         run=str(run) if run is not None else None,
@@ -214,16 +210,16 @@ def _weights(strategy: Strategy) -> str:
 def _column(job: Job) -> DtypeColumn:
     engine = engine_of(job.strategy)
     account, weights = engine.expected_state(job).dtypes, _weights(job.strategy)
-    stepped = account.get("master", account["trainable"])
+    stepped_dtype = account.get("master", account["trainable"])
     dtypes: dict[Place, str] = {("loading", weights): read_dtype(job)}
     if job.strategy.adapter != "none":
         frozen = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
-        if job.strategy.adapter == "qlora":  # int8 says its bits itself
+        if job.strategy.adapter == "qlora":  # the dtype does not show it, as int8 does
             frozen = f"4 bits in {frozen}"
         dtypes = {("loading", weights): kept_dtype(job), ("loading", "frozen weights"): frozen}
         account = {**account, "frozen": frozen}
     dtypes["compute", "forward"] = job.compute_dtype
-    dtypes["optimizer", "weights that are stepped"] = dtypes["checkpoint", "weights"] = stepped
+    dtypes["optimizer", "weights that are stepped"] = dtypes["checkpoint", "weights"] = stepped_dtype
     dtypes["checkpoint", "moments"] = account["optimizer"]
     scaled = "; the loss is scaled up before the backward" if job.precision.scaled else ""
     return DtypeColumn(

@@ -1,4 +1,4 @@
-"""Fake kernels for a trace: they allocate and keep what the device's real kernels do."""
+"""Fake kernels for a trace: they allocate, keep and cast what the device's real kernels do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.engines.adapters import import_bitsandbytes
 from toolkit.engines.traces import TraceConfig
-from toolkit.forecasting.adapter_traces import QUANTIZED
-from toolkit.forecasting.cuda_autocast import cuda_casts
+from toolkit.forecasting.traced_model import QUANTIZED
 
 if TYPE_CHECKING:
     import torch
@@ -23,21 +22,19 @@ BLOCK = 64
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Stand-ins are the process's: of two threads the first to leave would take them from the other."""
+"""Replaced kernels belong to the process: two threads must not replace and restore them at once."""
 
 
 @contextmanager
 def patched(config: TraceConfig) -> Iterator[None]:
-    """Replace kernels for fake tensors only; real ones, as of a thread that trains meanwhile, take the usual kernels.
+    """Replace kernels for fake tensors only. Real tensors, as of a thread that trains, keep the usual kernels.
 
-    A trace computes on a fake processor, where torch chooses `scaled_dot_product_attention`'s kernel for itself; for a
-    GPU that choice is made here. `grouped_mm` has no fake kernel in fp32, and that of bitsandbytes' product tells nothing of
-    what it makes inside.
+    - `scaled_dot_product_attention`: a fake tensor is on the CPU, so torch would choose the CPU's kernel.
+    - `grouped_mm` has no fake kernel in fp32.
+    - bitsandbytes' fake products do not show their temporary tensors.
+    - `find_packed_sequence_indices` needs values: the configuration knows whether rows hold several documents.
 
-    Whether rows hold several documents is a question of their values, which transformers answers with yes where there
-    are none: the configuration says it.
-
-    A mode for torch functions would be off in what activation checkpointing recomputes.
+    A mode for torch functions would be off while activation checkpointing recomputes.
     """
     from torch.nn import functional
     from transformers import masking_utils
@@ -56,34 +53,34 @@ def patched(config: TraceConfig) -> Iterator[None]:
     if not config.masked:
         kernels.append((masking_utils, "find_packed_sequence_indices", lambda positions: None))
     with _ONE_AT_A_TIME, ExitStack() as replaced:
-        for module, name, ours in kernels:
-            replaced.enter_context(_fake_operator(module, name, ours))
+        for module, name, replacement in kernels:
+            replaced.enter_context(_fake_operator(module, name, replacement))
         if config.device == "cuda" and config.autocast:
             replaced.enter_context(cuda_casts())
         yield
 
 
 @contextmanager
-def _fake_operator(module: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+def _fake_operator(module: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    theirs = getattr(module, name)
+    original = getattr(module, name)
 
     def either(*args: Any, **kwargs: Any) -> Any:
         fake = any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
-        return (ours if fake else theirs)(*args, **kwargs)
+        return (replacement if fake else original)(*args, **kwargs)
 
     setattr(module, name, either)
     try:
         yield
     finally:
-        setattr(module, name, theirs)
+        setattr(module, name, original)
 
 
 def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor) -> Any:
     """Use transformers' own operator, which can be traced, and keep what torch's kernel keeps.
 
-    A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`): of frozen experts no input is kept.
+    A gradient needs the other factor (tools/autograd/derivatives.yaml `_grouped_mm`), so frozen experts save no input.
     """
     import torch
 
@@ -94,7 +91,7 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(other)  # of packed experts it is made for this forward
+            ctx.save_for_backward(other)  # packed experts are dequantized for this forward
             return cast("torch.Tensor", product(matrix, other, offs))
 
         @staticmethod
@@ -118,9 +115,9 @@ def _attention(
 ) -> Any:
     """Follow torch's CUDA build (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp).
 
-    Flash attention takes half precision without a mask, from compute capability 8.0 on; the memory-efficient kernel what has
-    a mask or is fp32, but no grouped heads; else scores are computed and kept. What each makes and keeps torch's own meta
-    kernels say. cuDNN's, which torch may prefer on Hopper and Blackwell, is taken to keep as much; nobody has measured it here.
+    Flash attention runs in half precision without a mask, from compute capability 8.0 on. The memory-efficient kernel runs with
+    a mask or in fp32, without grouped heads. Otherwise scores are computed and saved. torch's own meta kernels show the bytes.
+    cuDNN's kernel, which torch may prefer on Hopper and Blackwell, is assumed to save as much; it was not measured here.
     """
     import torch
     from torch.nn import functional
@@ -165,9 +162,9 @@ def _fake_dequantize(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
     scales = torch.empty(math.ceil(math.prod(shape) / BLOCK))
     scales = scales + 1
-    whole = torch.empty(shape, dtype=dtype)
+    weight = torch.empty(shape, dtype=dtype)
     del scales
-    return whole
+    return weight
 
 
 def _int8_product(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None, state: Any) -> Any:
@@ -193,3 +190,86 @@ def _int8_product(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None, st
             return torch.matmul(grad.to(ctx.x.dtype), whole)
 
     return Product.apply(x)  # type: ignore[no-untyped-call]
+
+
+WIDE = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm "
+    "logsumexp dist cdist cosine_similarity"
+)
+"""Operators of ATen/autocast_mode.h `AT_FORALL_FP32` in models' forwards: arguments are cast to fp32."""
+
+SUMS = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
+"""`AT_FORALL_FP32_SET_OPT_DTYPE`: computed in fp32 where the call names no dtype."""
+
+
+@contextmanager
+def cuda_casts() -> Iterator[None]:
+    """Let autocast on the CPU treat fake tensors as CUDA's treats real ones.
+
+    Entries of both lists (products in half precision, most losses in fp32) do not change.
+    """
+    import torch
+
+    key = "AutocastCPU"
+    with torch.library._scoped_library("aten", "IMPL", key) as library:
+        for names, kernel in ((WIDE, _wide_kernel), (SUMS, _sum)):
+            for name in names.split():
+                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                    packet, _, overload = name.partition(".")
+                    library.impl(name, kernel(getattr(getattr(torch.ops.aten, packet), overload or "default")))
+        yield
+
+
+def _wide_kernel(operator: Any) -> Callable[..., Any]:
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_is_fake, tree_leaves((args, kwargs)))):
+            args, kwargs = tree_map(lambda value: value.float() if _is_half(value) else value, (args, kwargs))
+        with _no_autocast():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _sum(operator: Any) -> Callable[..., Any]:
+    import torch
+
+    # aten/src/ATen/native/SoftMax.cpp: on CUDA, a softmax of fp16 into fp32 does not copy its input.
+    fused = {"aten::softmax": torch.ops.aten._softmax, "aten::log_softmax": torch.ops.aten._log_softmax}
+    fused_kernel = fused.get(operator._schema.name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = args[2] if len(args) > 2 and fused_kernel else kwargs.get("dtype")
+        with _no_autocast():
+            if not _is_fake(args[0]) or not _is_half(args[0]):
+                return operator(*args, **kwargs)
+            if fused_kernel and args[0].dtype == torch.float16 and dtype in (None, torch.float32):
+                return fused_kernel(args[0], args[1], True)
+            named = {argument.name for argument in operator._schema.arguments[: len(args)]}
+            if dtype is None and "dtype" not in named:
+                kwargs = {**kwargs, "dtype": torch.float32}
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _is_fake(value: Any) -> bool:
+    """Return whether a value is fake. A thread that trains keeps its own casts."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def _is_half(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _no_autocast() -> Any:
+    """Run the kernel below autocast, as C++'s `ExcludeDispatchKeyGuard` does."""
+    import torch
+
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

@@ -1,20 +1,27 @@
-"""A finished run from its folder: settings, measurements, and the audit."""
+"""A finished run from its folder: settings, measurements and audit; and the correction of forecasts by it."""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import RunError
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Device, Hardware
+from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
+from toolkit.forecasting.timing import Timing
 from toolkit.run_folder.run_json import open_finished_run
+
+if TYPE_CHECKING:
+    from toolkit.forecasting.result import Forecast
 
 MATTER = (
     *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
@@ -27,7 +34,6 @@ MATTER = (
 class FinishedRun:
     """A run that ended."""
 
-    path: Path
     model: str
     strategy: Strategy
     train_config: TrainConfig
@@ -35,34 +41,30 @@ class FinishedRun:
     hardware: Hardware | None
     """The run's machine; None for a run without a forecast."""
     checkpoints: bool
-    """Whether it wrote any."""
+    """Whether it wrote checkpoints."""
     phases: Mapping[str, int] | None
     """Phase → the highest bytes of a rank; None where it measured nothing."""
     why: str
     """Why it measured nothing."""
     dtypes: Mapping[str, str]
-    """The ledger of its first rank's audit."""
+    """The dtypes of its first rank's audit."""
 
     def differences(self, strategy: Strategy, train_config: TrainConfig, ranks: int) -> list[str]:
         """Describe the differences between the run and these values."""
-        mine, now = (
-            {**dataclasses.asdict(one), **dataclasses.asdict(other), "ranks": count}
-            for one, other, count in ((self.strategy, self.train_config, self.ranks), (strategy, train_config, ranks))
-        )
-        return [f"{name} {mine[name]}, not {now[name]}" for name in MATTER if mine[name] != now[name]]
+        run_fields = {**dataclasses.asdict(self.strategy), **dataclasses.asdict(self.train_config), "ranks": self.ranks}
+        fields = {**dataclasses.asdict(strategy), **dataclasses.asdict(train_config), "ranks": ranks}
+        return [f"{name} {run_fields[name]}, not {fields[name]}" for name in MATTER if run_fields[name] != fields[name]]
 
 
 def read_finished_run(run: str | Path) -> FinishedRun:
     """Read run.json and memory.json of a run's folder.
 
     Raises:
-        RunError: where there is no run, or none that came to its end.
+        RunError: for a folder without a finished run.
     """
-    path = Path(run)
-    with open_finished_run(path) as (about, memory, _):
+    with open_finished_run(Path(run)) as (about, memory, _):
         measured, forecast, run_config = memory["measured"], memory["forecast"], about["run_config"]
         return FinishedRun(
-            path=path,
             model=run_config.get("model", EMBEDDED),
             strategy=from_dict(Strategy, about["strategy"]),
             train_config=from_dict(TrainConfig, about["train_config"]),
@@ -70,7 +72,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
             hardware=_hardware(forecast["hardware"]) if forecast else None,
             checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
             phases=measured["phases"] if measured else None,
-            why=memory["reason"] or "it does not say why",
+            why=memory["reason"] or "no reason is recorded",
             dtypes=memory["audits"][0]["measured"]["dtypes"],
         )
 
@@ -84,3 +86,74 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
     device = plain(values["device"])
     card = device["card"] and GPUSpec(**plain(device["card"]))
     return Hardware(**{**plain(values), "device": Device(**{**device, "card": card})})
+
+
+F = TypeVar("F", bound="Forecast")
+
+WINDOW = 3
+"""First steps, which the memory window slows; they count for speed only in runs without other steps."""
+
+
+def calibrated(forecast: F, path: Path) -> F:
+    """Correct a forecast by a finished run. Additional bytes count as workspace; missing ones shrink the largest part.
+
+    Args:
+        forecast: of any request on that kind of device.
+        path: the run's folder, with `memory.json`, `events.jsonl` and `run.json`.
+
+    Raises:
+        RunError: for a folder without a finished run, for a run that measured nothing or was not forecast, and for one on
+            another kind of device.
+    """
+    with open_finished_run(path) as (_, memory, steps):
+        expected, measured = memory["forecast"], memory["measured"]
+        if not expected or not measured:
+            why = memory.get("unforecast") or memory.get("reason") or "it has no forecast, or no measurement"
+            raise RunError(f"Cannot calibrate with {path}: {why}. Name a run that has both in its memory.json.")
+        if not steps:
+            raise RunError(
+                f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run."
+            )
+        _check_device(forecast, expected["hardware"]["device"], path)
+        more = measured["peak_bytes"] - expected["device"]["peak_bytes"]
+        fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
+        reserved, device = fullest.get("reserved_bytes"), fullest.get("device_bytes")
+        context = dict(forecast.context)
+        if reserved:
+            context[FRAGMENTATION] = round((forecast.peak_bytes + more) * (reserved / fullest["peak_bytes"] - 1))
+        if reserved and device and forecast.ranks > 1:
+            context[COMMUNICATION] = max(0, device - reserved - context[CONTEXT])
+        elif reserved and device:
+            context[CONTEXT] = device - reserved
+        seconds = [event["seconds"] for event in steps]
+        took = statistics.median(seconds[WINDOW:] or seconds)
+        speed = expected["operations"] / took
+        slower = took / expected["step_seconds"] if expected["step_seconds"] else None
+    peak = forecast.peak_bytes + more
+    part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
+    timing = forecast.timing
+    step_seconds = timing.step_seconds * slower if timing and slower else forecast.operations / speed
+    mfu = timing.mfu * timing.step_seconds / step_seconds if timing and timing.mfu is not None else None
+    tokens = forecast.job.global_batch * forecast.train_config.seq_len
+    return dataclasses.replace(
+        forecast,
+        peak_bytes=peak,
+        parts={**forecast.parts, part: forecast.parts[part] + more},
+        phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
+        context=context,
+        reserved_bytes=peak + context[FRAGMENTATION] if reserved else None,
+        timing=Timing(step_seconds=step_seconds, tokens_per_second=tokens / step_seconds, mfu=mfu),
+        change=None,
+        changed_bytes=None,
+        unknown=(f"Corrected by {path}: {more:+,} bytes, {speed:.3g} operations/s a rank.",),
+    )
+
+
+def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> None:
+    """Refuse a device of another kind or memory. Speeds are not compared: a later catalog may correct them."""
+    expected = forecast.hardware.device
+    if (expected.kind, expected.card and expected.card.gib) != (
+        device["kind"],
+        device["card"] and device["card"]["gib"],
+    ):
+        raise RunError(f"{path} ran on another kind of device than {expected.name}. Name a run on that kind.")

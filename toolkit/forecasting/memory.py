@@ -1,15 +1,16 @@
-"""A rank's bytes through one step, by part and phase: the traced activations, and how the engine moves the rest."""
+"""A rank's bytes through one step: traced activations, the engine's states, and CUDA's memory outside the allocator."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TypeVar
 
 from toolkit.config.strategy import usual_shardings
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF, ceil_div
+from toolkit.core.units import BYTES_OF, MiB, ceil_div
 from toolkit.engines.adapters import require_adapter
 from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
@@ -17,8 +18,7 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of, trained_elements
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
-from toolkit.forecasting.segments import split_segments
-from toolkit.forecasting.traces import trace_of
+from toolkit.forecasting.traces import split_segments, trace_of
 
 L = TypeVar("L", bound=Ledger)
 
@@ -32,7 +32,7 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     Args:
         job: with a spec.
         masked: whether attention gets a mask: rows that hold several documents, or padding.
-        others: where it has to be traced, trace it for the other engines too: whoever asks of one asks of them next.
+        others: trace the other engines' configurations too, if this one is not cached: users compare engines.
 
     Raises:
         MissingLibrary: for an adapter that cannot be traced without its library.
@@ -45,23 +45,24 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     other_configs = tuple(_other_configs(job, configs[0], masked)) if others else ()
     first, *rest = dict.fromkeys(configs)  # ranks of one kind share a configuration
     batch, length = train_config.micro_batch, train_config.seq_len
-    own = trace_of(job.spec, first, batch=batch, seq_len=length, others=(*rest, *other_configs))
+    first_trace = trace_of(job.spec, first, batch=batch, seq_len=length, others=(*rest, *other_configs))
     if not rest:
-        return own
-    traces = {first: own, **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest}}
-    return dataclasses.replace(own, others=tuple(traces[config] for config in configs[1:]))
+        return first_trace
+    traces = {
+        first: first_trace,
+        **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest},
+    }
+    return dataclasses.replace(first_trace, others=tuple(traces[config] for config in configs[1:]))
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
     """Yield the different configurations of the same job under the other engines."""
     for word in usual_shardings():
-        try:
+        with contextlib.suppress(StrategyError):
             strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
-            other = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
-        except StrategyError:
-            continue
-        if (config := engine_of(strategy).trace_config(other, masked=masked)) != own:
-            yield config
+            other_job = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
+            if (config := engine_of(strategy).trace_config(other_job, masked=masked)) != own:
+                yield config
 
 
 def whole_step(job: Job, trace: Trace) -> list[Segment]:
@@ -70,13 +71,12 @@ def whole_step(job: Job, trace: Trace) -> list[Segment]:
 
 
 def fused_peak(job: Job, trace: Trace) -> int:
-    """Return the peak with a fused loss, which computes logits in chunks and never holds them whole.
+    """Return the peak with a fused loss, which computes logits in chunks: Liger (Hsu et al. 2024), CCE (Wijmans et al. 2024).
 
-    Liger (Hsu et al. 2024), cut cross-entropy (Wijmans et al. 2024). At least so much: a chunk is not in it. The toolkit trains
-    without one.
+    It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
     """
-    bare = _without_logits(trace)
-    return replay(job, bare, whole_step(job, bare), checkpoints=True).peak
+    without_logits = _without_logits(trace)
+    return replay(job, without_logits, whole_step(job, without_logits), checkpoints=True).peak
 
 
 @lru_cache(maxsize=8)
@@ -99,35 +99,37 @@ def replay(
     checkpoints: bool,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
-    """Simulate what the fullest rank holds, from its start to the saved result.
+    """Simulate the memory of the fullest rank, from its start to the saved result.
 
     Args:
         job: with a spec.
         trace: of its model.
         step: from `whole_step`.
         checkpoints: whether any are written.
-        kind: of ledger: one that keeps the highest moments alone, or `LedgerHistory`.
+        kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
     engine = engine_of(job.strategy)
     ledgers = []
     for index, rank in enumerate(engine.simulated_ranks(job)):
         ledgers.append(kind(shared=job.device.kind == "cpu"))
-        own, own_step = trace, step
+        rank_trace, rank_step = trace, step
         if index and trace.others:
-            own = trace.others[index - 1]
-            own_step = whole_step(job, own)
+            rank_trace = trace.others[index - 1]
+            rank_step = whole_step(job, rank_trace)
         engine.simulate_step(
-            Simulation(job=job, trace=own, step=own_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints)
+            Simulation(
+                job=job, trace=rank_trace, step=rank_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints
+            )
         )
         _simulate_save(ledgers[-1], job, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
 def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
-    """Simulate a checkpoint's snapshot, which every rank shares, and the result, which rank 0 writes.
+    """Simulate a checkpoint's snapshot on every rank, and the export on rank 0.
 
-    A model is written tensor by tensor, an adapter whole. On a GPU both go to the host. What other ranks hold is sent in pieces of
-    at most `SEND_CHUNK` bytes.
+    A model is written tensor by tensor, an adapter at once. On a GPU both go to the host. Other ranks send their shards in pieces
+    of at most `SEND_CHUNK` bytes.
     """
     ledger.enter("save")
     each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
@@ -145,3 +147,56 @@ def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
         ledger.rank0_host(written)
         ledger.rank0_host(-written)
+
+
+CONTEXT, COMMUNICATION, FRAGMENTATION = "CUDA context", "communication buffers", "fragmentation"
+
+CONTEXTS = {7: 200 * MiB, 8: 520 * MiB, 9: 700 * MiB}
+"""Major compute capability → bytes of a context with the kernels that a training step loads; the last one for later ones.
+
+7: T4, at most 218 MiB, cache included (benchmarks/published_t4.json). 8: RTX 4090, 520 MiB (github.com/huggingface/lora-fast/
+issues/1); RTX 6000 Ada, 426 MiB before a kernel runs (github.com/unslothai/unsloth-zoo/pull/1053). 9: H100, from the 1.06 GB of
+github.com/NVIDIA/nccl/issues/1685, less one communicator.
+"""
+
+CHANNEL, CHANNELS = 12 * MiB, {"nvlink": 24, "pcie": 4}
+"""Bytes of one of NCCL's channels, and their number. One communicator over NVLink is 288 MiB.
+
+github.com/NVIDIA/nccl/issues/1685: buffers of 10 and 2 MiB a channel, and 1.06 GB on each of 8 H100 before an all-to-all, which
+is context and one communicator. The number of communicators multiplies them (issue 864).
+"""
+
+SHARE = 0.03
+"""Share of the peak that lies free in the allocator's segments and fits no request.
+
+benchmarks/published_oom.json: 1.1% in the median of thirteen messages, below 3% in ten of them. Before it fails, the allocator
+frees its cache (c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`), so only processes without free memory show it.
+"""
+
+
+SOURCES = {
+    CONTEXT: "others' out-of-memory messages (huggingface/lora-fast#1, NVIDIA/nccl#1685)",
+    COMMUNICATION: "NCCL's buffers a channel (NVIDIA/nccl#1685)",
+    FRAGMENTATION: f"{SHARE:.0%} of the peak (benchmarks/published_oom.json)",
+}
+"""Term → where its figure is from."""
+
+
+def context_memory(job: Job, peak: int) -> Mapping[str, int]:
+    """Return the GPU memory of a rank outside the allocator's `peak`, by term; nothing on CPU ranks.
+
+    The figures are those of published runs that ended out of memory: PyTorch's message names the bytes of the process and of the
+    allocator. No run of the toolkit on a GPU has confirmed them; `calibrate` takes a run's figures instead.
+    """
+    if job.device.kind != "cuda":
+        return {}
+    major = (job.device.capability or (9, 0))[0]
+    terms = {CONTEXT: CONTEXTS[max(min(major, max(CONTEXTS)), min(CONTEXTS))]}
+    if job.ranks > 1:
+        sizes = job.parallelism
+        groups = sum(size > 1 for size in (sizes.dp_replicate, sizes.shard_size, sizes.tp))
+        card = job.device.card
+        link = "nvlink" if card is None or card.peer > card.host else "pcie"
+        # The dimensions' own groups, and the one of all ranks where these are several.
+        terms[COMMUNICATION] = (groups + (groups > 1)) * CHANNELS[link] * CHANNEL
+    return {**terms, FRAGMENTATION: round(SHARE * peak)}

@@ -1,4 +1,4 @@
-"""What takes less memory: single changes of a strategy and its batch, the smallest first."""
+"""Changes of a strategy and its batch that reduce memory, the smallest change first."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NEW_RUN = {"adapter", "precision", "seq_len"}
 def changes(
     strategy: Strategy, train_config: TrainConfig, *, in_a_step: bool, on_cpu: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Return single changes that take less memory, the smallest first.
+    """Return single changes that reduce memory, the smallest first.
 
     Args:
         strategy: that did not fit.
         train_config: that did not fit.
-        in_a_step: whether activations were held; otherwise neither the micro-batch nor checkpointing them matters.
-        on_cpu: whether the ranks have no device of their own, so that an offload stays in the same memory.
+        in_a_step: whether the peak contains activations, so that micro-batch and activation checkpointing matter.
+        on_cpu: whether ranks run on the CPU, where an offload saves nothing.
     """
     half = halved(train_config) if in_a_step else {}
     while half:
@@ -46,10 +46,7 @@ def changes(
 def training_changes(
     strategy: Strategy, train_config: TrainConfig, *, on_cpu: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Return the changes that make another training of it: what is trained, in which dtypes, on how long sequences.
-
-    A run cannot resume with one of them.
-    """
+    """Return the changes of adapter, precision and sequence length. A run cannot resume with them."""
     if strategy.adapter in ("none", "lora"):
         yield {"adapter": "lora" if strategy.adapter == "none" else "qlora"}
     if strategy.adapter == "none":
@@ -75,12 +72,12 @@ def changed(strategy: Strategy, train_config: TrainConfig, change: Mapping[str, 
     Raises:
         StrategyError: for a word that is unknown, and for what no engine can do.
     """
-    fields = {**dataclasses.asdict(strategy), **change}
-    if not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
-        fields["dp_replicate"] = 1
-    ours = {
+    changed_fields = {**dataclasses.asdict(strategy), **change}
+    if not SHARDINGS[sharding_word(changed_fields["sharding"])].hybrid:
+        changed_fields["dp_replicate"] = 1
+    train_fields = {
         **dataclasses.asdict(train_config),
         **{name: value for name, value in change.items() if hasattr(train_config, name)},
     }
-    chosen = {name: value for name, value in fields.items() if hasattr(strategy, name)}
-    return from_dict(Strategy, chosen), from_dict(TrainConfig, ours)
+    strategy_fields = {name: value for name, value in changed_fields.items() if hasattr(strategy, name)}
+    return from_dict(Strategy, strategy_fields), from_dict(TrainConfig, train_fields)

@@ -20,16 +20,15 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
-from toolkit.forecasting.candidates import Candidate
 from toolkit.forecasting.reasons import why_faster
-from toolkit.forecasting.search import FIELDS, Search, find_alternatives
+from toolkit.forecasting.search import FIELDS, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
 
 UNCERTAIN = 3
-"""The number of best candidates whose uncertainties are printed."""
+"""Number of best candidates with printed uncertainties."""
 
 SHOWN, REASONS = 10, 5
-"""Ranked candidates, and reasons of rejections, that are printed unless all are wanted."""
+"""Numbers of ranked candidates, and of reasons for rejections, that are printed without --all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +82,20 @@ class Plan(Result):
             "model": self.model,
             "hardware": dataclasses.asdict(self.hardware),
             "global_batch": self.global_batch,
-            "ranked": [candidate.to_dict() for candidate in self.ranked],
-            "rejected": [candidate.to_dict() for candidate in self.rejected],
-            "alternatives": [
-                {
-                    "change": dict(candidate.change),
-                    "global_batch": candidate.forecast.job.global_batch,
-                    **candidate.to_dict(),
-                }
-                for candidate in self.alternatives
-                if candidate.forecast is not None
-            ],
+            **{
+                name: [candidate.to_dict() for candidate in getattr(self, name)]
+                for name in ("ranked", "rejected", "alternatives")
+            },
         }
 
     def headline(self) -> str:
         """Return the best strategy, why, and its command; or that nothing fits."""
         if not self.ranked:
-            sentences = [f"Nothing fits a global batch of {self.global_batch} on {self.hardware.label}."]
-            closest = min(self.rejected, key=lambda one: one.shortfall, default=None)
+            text = f"Nothing fits a global batch of {self.global_batch} on {self.hardware.label}."
+            closest = min(self.rejected, key=lambda candidate: candidate.shortfall, default=None)
             if closest is not None and closest.forecast is not None:
-                sentences.append(
-                    "The closest, {sharding} with offload {offload}: ".format(**closest.cells) + closest.reason
-                )
-            return " ".join([*sentences, *(["The changes below fit."] if self.alternatives else [])])
+                text += " The closest, {sharding} with offload {offload}: ".format(**closest.cells) + closest.reason
+            return f"{text} The changes below fit." if self.alternatives else text
         forecast = self.best.forecast
         assert forecast is not None, "what is ranked has a forecast"
         words = "{sharding}, offload {offload}, recompute {recompute}, batch {batch}".format(**self.best.cells)
@@ -163,9 +153,8 @@ class Plan(Result):
         }
         sentences = []
         for what, candidate in best.items():
-            machine = candidate.forecast.hardware.label if candidate.forecast else ""
-            figures = "{hours} hours, {cost}".format(**candidate.cells)
-            sentences.append(f"Best by {what}: {candidate.strategy.sharding} on {machine}, {figures}.")
+            cells = {**candidate.cells, "machine": candidate.forecast.hardware.label if candidate.forecast else ""}
+            sentences.append(f"Best by {what}: " + "{sharding} on {machine}, {hours} hours, {cost}.".format(**cells))
         return [" ".join(sentences)]
 
     def _reasons_table(self) -> Table:
@@ -180,22 +169,24 @@ class Plan(Result):
             cells = {**closest.cells, "need": format_bytes(closest.shortfall[1])}
             least = "{need}: {sharding}, {offload}".format(**cells) if closest.forecast else ""
             rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 100, placeholder="…"), words, least))
-        left = len(groups) - len(rows)
-        note = f"{left} more reasons; --all shows each candidate's." if left else "--all shows each candidate."
+        more = len(groups) - len(rows)
+        note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
         return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=(note,))
 
     def _explanation(self) -> str:
         """Return why the best is faster than the best of another sharding, in a sentence."""
         best = self.best
-        other = next((one for one in self.ranked if one.strategy.sharding != best.strategy.sharding), None)
-        if other is None or other.forecast is None or best.forecast is None:
+        second = next(
+            (candidate for candidate in self.ranked if candidate.strategy.sharding != best.strategy.sharding), None
+        )
+        if second is None or second.forecast is None or best.forecast is None:
             return ""
-        return why_faster(best.forecast, other.forecast, (best.strategy.sharding, other.strategy.sharding))
+        return why_faster(best.forecast, second.forecast, (best.strategy.sharding, second.strategy.sharding))
 
-    def _flags(self, model: str, left_out: Collection[str] = ()) -> str:
-        strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in left_out}
-        named = {} if model == EMBEDDED else {"model": model}
-        return shlex.join(spell({**named, **strategy, **differing(self.best.train_config)}))
+    def _flags(self, model: str, excluded: Collection[str] = ()) -> str:
+        strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in excluded}
+        model_field = {} if model == EMBEDDED else {"model": model}
+        return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
 
 
 COLUMNS = ("sharding", "offload", "recompute", "batch")
@@ -254,9 +245,7 @@ def plan(
         tokens=tokens,
         price=price,
     )
-    _check_request(search, vary)
-    if base.quantized:
-        check_quantized(spec, base.adapter, allow_unquantized)
+    _check_request(search, vary, allow_unquantized)
     ranked, rejected = search.run()
     return Plan(
         model=spec.name,
@@ -271,7 +260,7 @@ def plan(
     )
 
 
-def _check_request(search: Search, vary: Collection[str]) -> None:
+def _check_request(search: Search, vary: Collection[str], allow_unquantized: bool) -> None:
     global_batch, data = search.global_batch, search.data_ranks
     if global_batch < 1 or global_batch % data:
         raise StrategyError(
@@ -283,5 +272,7 @@ def _check_request(search: Search, vary: Collection[str]) -> None:
             raise ToolkitError(f"{name} {value}: expected a number above 0.")
     if search.price is not None and search.tokens is None:
         raise ToolkitError("price: expected the tokens of the training too. Add --tokens, such as --tokens 2e9.")
+    if search.strategy.quantized:
+        check_quantized(search.spec, search.strategy.adapter, allow_unquantized)
     if unknown := set(vary) - set(FIELDS):
         raise ToolkitError(f"vary {', '.join(sorted(unknown))}: expected some of {', '.join(FIELDS)}.")

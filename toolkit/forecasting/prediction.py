@@ -19,9 +19,8 @@ from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
-from toolkit.forecasting.context import SOURCES, context_memory
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import fused_peak, replay, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
@@ -61,7 +60,7 @@ def forecast(
     if job.strategy.quantized:
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
     result = forecast_job(job, machine, one_document=one_document, others=True)
-    # A peak that lies elsewhere than the logits is the same without them.
+    # Without logits at the peak, a fused loss changes nothing.
     logits = result.parts["logits"]
     fused = fused_peak(job, traced(job, masked=not one_document)) if logits else result.peak_bytes
     result = dataclasses.replace(result, fused_bytes=fused)
@@ -77,7 +76,7 @@ def resolve_request(
     ranks: int | None = None,
     run: FinishedRun | None = None,
 ) -> tuple[Job, Hardware]:
-    """Resolve the arguments of `forecast` to a job and a machine. What is not given is the run's own.
+    """Resolve the arguments of `forecast` to a job and a machine. A finished run's own values fill the gaps.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do.
@@ -111,7 +110,7 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
             if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, strategy.adapter, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
-                continue  # no trace is needed to see that
+                continue  # too large without any activation: no trace is needed
             smaller = forecast_job(other, forecast.hardware, one_document=one_document)
         except ToolkitError:
             continue
@@ -127,7 +126,7 @@ def permanent_bytes(job: Job) -> int:
 
 
 def _smaller_requests(forecast: Forecast) -> list[dict[str, Any]]:
-    """Return changes of the engine and the batch, single ones and then combined; then such as make another training."""
+    """Return changes of engine and batch, single ones before combinations; changes that need a new run come last."""
     in_a_step = forecast.peak_phase in ("forward", "backward", "step")
     on_cpu = forecast.hardware.device.kind == "cpu"
     requests = list(changes(forecast.strategy, forecast.train_config, in_a_step=in_a_step, on_cpu=on_cpu))
@@ -189,15 +188,15 @@ def _limit(job: Job, machine: Hardware) -> int:
 def _uncertainties(job: Job) -> tuple[str, ...]:
     notes = []
     if job.device.card is None:
-        notes.append(f"How fast {job.device.name} is, the catalog does not know: a run's `calibrate` tells.")
+        notes.append(f"The catalog has no speed of {job.device.name}. `calibrate` takes it from a run.")
     else:
         notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
     if job.device.kind == "cuda":
         terms = "; ".join(f"{term}: {SOURCES[term]}" for term in context_memory(job, 0))
-        notes.append(f"CUDA's own memory is that of other runs: a run's `calibrate` tells this card's. {terms}.")
+        notes.append(f"CUDA's own memory is estimated from other runs; `calibrate` takes this card's. {terms}.")
     if job.spec is not None and job.spec.moe is not None:
         computed = job.spec.moe.computed
         notes.append(
-            f"Experts, computed by {computed}, are taken as evenly loaded; how uneven the routing is, only a run shows."
+            f"Experts, computed by {computed}, are assumed to be evenly loaded; only a run shows the real routing."
         )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""Explain the differences between two forecasts by the engines' own accounts, a sentence each."""
+"""Explain the differences between two forecasts by the engines' accounts of their states, a sentence each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import collectives, offloads
 
 EQUAL = 0.01
-"""Differences up to this share of the larger value are none."""
+"""Differences up to this share of the larger value do not count."""
 
 STATES = {"parameters": "the parameters", "master": "the master copy", "optimizer": "the moments"}
-"""Parts that stay between steps, as sentences name them; the others exist within a step."""
+"""Parts that exist between steps → their names in sentences. Other parts exist within a step only."""
 
 PART_NAMES = {**STATES, "activations": "the activations", "logits": "the logits", "gradients": "the gradients"}
 
@@ -116,12 +116,6 @@ def _explain_part(sides: Sequence[_Side], part: str) -> Iterator[str]:
     less, more, few, many = pair
     if part not in STATES and many < EQUAL * max(side.forecast.peak_bytes for side in sides):
         return
-    if part == "master" and not less.dtype(part):
-        yield (
-            f"{more.label} keeps a second copy of its trained weights, in {more.dtype(part)}, from which it steps: "
-            f"{format_bytes(many)}. {less.label} steps the parameters themselves."
-        )
-        return
     if part in ("activations", "logits"):
         causes = list(_setting_causes(less, more))
     else:
@@ -132,8 +126,11 @@ def _explain_part(sides: Sequence[_Side], part: str) -> Iterator[str]:
 
 
 def _state_causes(less: _Side, more: _Side, part: str) -> Iterator[str]:
-    """Yield what makes a state or the gradients smaller, each as a verb with its object."""
+    """Yield the causes of a smaller state or smaller gradients, each a verb with its object."""
     words = PART_NAMES[part]
+    if part == "master" and not less.dtype(part):
+        yield f"steps its weights without a master copy in {more.dtype(part)}"
+        return
     if part in STATES and not less.size(part):
         yield f"keeps {words} in the host's memory"
         return
@@ -151,7 +148,7 @@ def _state_causes(less: _Side, more: _Side, part: str) -> Iterator[str]:
 
 
 def _setting_causes(less: _Side, more: _Side) -> Iterator[str]:
-    """Yield the settings that make activations smaller."""
+    """Yield the settings that reduce activations."""
     fields = [{**vars(side.job.strategy), **vars(side.job.train_config)} for side in (less, more)]
     verb = "recomputes" if fields[0]["activation_checkpointing"] == "full" else "does not recompute"
     for name, words in SETTINGS.items():
@@ -199,7 +196,7 @@ def _explain_time(sides: Sequence[_Side]) -> Iterator[str]:
         "it sends more": more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes,
         f"its optimizer steps {stepped:.1f} times as much on each rank": stepped > 1 + EQUAL,
         "its optimizer steps on the host": offload,
-        f"{format_bytes(exposed[1])} of what it sends nothing hides": exposed[1] > exposed[0],
+        f"no computation overlaps {format_bytes(exposed[1])} of its transfers": exposed[1] > exposed[0],
     }
     why = ", and ".join(cause for cause, holds in causes.items() if holds)
     sentence = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"

@@ -1,4 +1,4 @@
-"""`Forecast`: memory and speed of a run, as text, HTML and JSON."""
+"""`Forecast`: memory and speed of a run before its launch, as text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
-from toolkit.forecasting.calibration import calibrated
+from toolkit.forecasting.finished_run import calibrated
 from toolkit.forecasting.timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Result):
-    """Memory and speed of a run. Bytes are the allocator's, on the fullest rank; `needed_bytes` adds what CUDA itself takes."""
+    """Memory and speed of a run. Bytes are the allocator's on the fullest rank; `needed_bytes` adds CUDA's own memory."""
 
     job: Job = field(repr=False)
     """The resolved request."""
@@ -36,7 +36,7 @@ class Forecast(Result):
     parts: Mapping[str, int]
     """At the instant of the peak; they add up to it."""
     context: Mapping[str, int] = field(default_factory=dict)
-    """What a rank takes of its GPU besides that, by term (`context.context_memory`); empty on CPU ranks."""
+    """GPU memory outside the allocator, by term (`memory.context_memory`); empty on CPU ranks."""
     phases: Mapping[str, int]
     """The highest total within each phase."""
     host_bytes: int
@@ -45,19 +45,19 @@ class Forecast(Result):
     """Of `host_bytes`, what checkpoints alone need; 0 where the host has enough."""
     checkpoint_bytes: int
     checkpoint_stall_seconds: float
-    """How long the steps wait for a checkpoint; for offloaded states, until these are written."""
+    """The time in which steps wait for a checkpoint; with offloaded states, its whole write."""
     operations: int
     """Floating-point operations of a rank in a step, recomputation included."""
     communication_bytes: int
-    """That a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
     timing: Timing | None
     """None for a device with unknown speed."""
     reserved_bytes: int | None = None
-    """What CUDA's caching allocator takes for the peak; None until a run has shown it."""
+    """Bytes that CUDA's caching allocator reserves for the peak; None without a measured run."""
     fused_bytes: int | None = None
     """The peak with a fused loss, which holds no logits whole (`memory.fused_peak`); None if it was not computed."""
     unknown: tuple[str, ...] = ()
-    """What these figures do not include, each as one sentence."""
+    """Sources of error that these figures do not include, a sentence each."""
     change: Mapping[str, Any] | None = None
     """The smallest change that fits, if the forecast does not fit; None if no change helps."""
     changed_bytes: int | None = None
@@ -71,17 +71,17 @@ class Forecast(Result):
 
     @property
     def strategy(self) -> Strategy:
-        """Without an `auto`."""
+        """The resolved strategy, without an `auto`."""
         return self.job.strategy
 
     @property
     def train_config(self) -> TrainConfig:
-        """Without an open value."""
+        """The resolved training settings, without an open value."""
         return self.job.train_config
 
     @property
     def ranks(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.job.ranks
 
     @property
@@ -91,17 +91,17 @@ class Forecast(Result):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks; None for a device with unknown speed."""
+        """Tokens a second of all ranks; None for a device with unknown speed."""
         return self.timing.tokens_per_second if self.timing else None
 
     @property
     def context_bytes(self) -> int:
-        """What a rank takes of its GPU besides the allocator's peak; 0 on CPU ranks."""
+        """GPU memory outside the allocator's peak; 0 on CPU ranks."""
         return sum(self.context.values())
 
     @property
     def needed_bytes(self) -> int:
-        """The peak and what CUDA itself takes: the need that is compared with the limit."""
+        """The allocator's peak and CUDA's own memory: the bytes that are compared with the limit."""
         return self.peak_bytes + self.context_bytes
 
     @property
@@ -116,7 +116,7 @@ class Forecast(Result):
 
     @property
     def host_lacks(self) -> bool:
-        """Whether a node's host has too little: to read, to offload, to write. Of CPU ranks the limit says it."""
+        """Whether a node's host lacks memory to read, offload and write. CPU ranks have `limit_bytes` for it."""
         return self.hardware.device.kind != "cpu" and self.host_bytes > self.hardware.host_free_bytes
 
     @property
@@ -146,11 +146,13 @@ class Forecast(Result):
         return f"{lacks} The smallest change that fits: {flags}, which needs {format_bytes(self.changed_bytes)}."
 
     def calibrate(self, run: str | Path) -> Forecast:
-        """Correct the forecast by a run that has a forecast of its own.
+        """Correct the forecast by a finished run that has a forecast of its own.
 
-        Bytes by what the run's peak was above its own forecast (all that no trace sees), what the allocator reserves by what it
-        reserved there (fragmentation), time by how much longer than forecast a step took, or, on a device whose speed nobody
-        knows, by the operations a second that the run achieved: a run whose layers and batch are as large tells most.
+        - Bytes: the difference between the run's measured and forecast peak is added.
+        - Reserve: the ratio of reserved to allocated bytes is the run's (fragmentation).
+        - Time: the step is as much slower as the run's was. On a device without known speed, the run's operations a second count.
+
+        A run with layers and batches of similar size corrects best.
 
         Args:
             run: folder of a run on the same kind of device.

@@ -1,35 +1,156 @@
-"""A plan's search: every strategy and micro-batch that a request leaves open, and changed requests that fit."""
+"""A plan's search: candidates with their forecast or the reason for a rejection, and changed requests that fit."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.config.flags import spell
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
-from toolkit.core.units import ceil_div
+from toolkit.core.units import ceil_div, format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.job import resolve
-from toolkit.forecasting.candidates import Candidate, rank_key, rejection
 from toolkit.forecasting.memory_advice import changed, training_changes
 from toolkit.forecasting.prediction import forecast_job, permanent_bytes
+from toolkit.forecasting.result import Forecast
 from toolkit.models import ModelSpec
+
+MARGIN = 0.95
+"""The largest share of a rank's memory for a plan: unknowns take the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with its batch and its forecast, or the reason for its rejection."""
+
+    strategy: Strategy
+    train_config: TrainConfig
+    forecast: Forecast | None
+    reason: str = ""
+    """Why it is rejected, in a sentence; else empty."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the plan's request that it changes, and their new values; `hardware`: the machine's name."""
+    tokens: float | None = None
+    """Tokens of the whole training, for hours."""
+    price: float | None = None
+    """Of a device for an hour, for costs."""
+
+    @property
+    def flags(self) -> str:
+        """The change as flags."""
+        return shlex.join(spell(self.change))
+
+    @property
+    def checkpoint_share(self) -> float:
+        """The share of the time in which steps wait for checkpoints."""
+        if self.forecast is None:
+            return 0.0
+        return self.forecast.checkpoint_stall_seconds / RunConfig().save_seconds
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of a training on `tokens`, with its checkpoints; None without tokens or a known speed."""
+        speed = self.forecast.tokens_per_second if self.forecast else None
+        return self.tokens / speed / 3600 * (1 + self.checkpoint_share) if self.tokens and speed else None
+
+    @property
+    def cost(self) -> float | None:
+        """The price of these hours on all devices; None where either is not known."""
+        return self.hours * self.price * self.forecast.ranks if self.forecast and self.hours and self.price else None
+
+    @property
+    def reason_group(self) -> str:
+        """The reason without the figures of this candidate, to group rejections."""
+        forecast = self.forecast
+        if forecast is None:
+            return re.sub(r"\b(accumulation|got|than|micro_batch) \d+", r"\1 n", self.reason)
+        if forecast.device_lacks:
+            return f"A rank has {format_bytes(forecast.limit_bytes)} and needs more."
+        if forecast.host_lacks:
+            return f"A node's host has {format_bytes(forecast.hardware.host_free_bytes)} and its ranks need more."
+        return f"Less than 5% of the {format_bytes(forecast.limit_bytes)} of a rank are left."
+
+    @property
+    def shortfall(self) -> tuple[float, int]:
+        """The largest need, of a rank or a node's host: its share of the limit, and its bytes; infinite without a forecast."""
+        forecast = self.forecast
+        if forecast is None:
+            return math.inf, 0
+        needs = [(forecast.needed_bytes, forecast.limit_bytes)]
+        if forecast.host_lacks:
+            needs.append((forecast.host_bytes, forecast.hardware.host_free_bytes))
+        return max((need / max(1, limit), need) for need, limit in needs)
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Column of a table → text."""
+        strategy, train_config, forecast = self.strategy, self.train_config, self.forecast
+        speed, seconds = (forecast.tokens_per_second, forecast.step_seconds) if forecast else (None, None)
+        return {
+            "change": self.flags,
+            "sharding": strategy.sharding,
+            "offload": strategy.offload,
+            "recompute": strategy.activation_checkpointing,
+            "batch": f"{train_config.micro_batch} x {train_config.accumulation}",
+            "tokens/s": f"{speed:,.0f}" if speed else "–",
+            "step": format_step_seconds(seconds) if seconds else "–",
+            "hours": f"{self.hours:,.1f}" if self.hours else "–",
+            "cost": f"{self.cost:,.2f}" if self.cost else "–",
+            "need": format_bytes(forecast.needed_bytes) if forecast else "–",
+            "why": f"needs {format_bytes(self.shortfall[1])}" if forecast else self.reason,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast's JSON, hours, cost, the reason, and the change of the request."""
+        return {
+            "change": dict(self.change),
+            "global_batch": self.forecast.job.global_batch if self.forecast else None,
+            "strategy": dataclasses.asdict(self.strategy),
+            "train_config": dataclasses.asdict(self.train_config),
+            "forecast": self.forecast.to_dict() if self.forecast else None,
+            "hours": self.hours,
+            "cost": self.cost,
+            "reason": self.reason,
+        }
+
+
+def rank_key(candidate: Candidate) -> tuple[float, int]:
+    """Return the sort key of candidates that fit: by speed, then by memory."""
+    assert candidate.forecast is not None, "what fits has a forecast"
+    return -(candidate.forecast.tokens_per_second or 0.0), candidate.forecast.needed_bytes
+
+
+def rejection(forecast: Forecast) -> str:
+    """Return why a plan rejects a forecast, in a sentence; else an empty string."""
+    if not forecast.fits:
+        return forecast.reason
+    if forecast.needed_bytes > MARGIN * forecast.limit_bytes:
+        need, limit = format_bytes(forecast.needed_bytes), format_bytes(forecast.limit_bytes)
+        return f"It needs {need} of {limit}: less than 5% are left."
+    return ""
+
 
 FIELDS = ("adapter", "precision", "seq_len", "hardware")
 """The fields that an alternative changes, in this order."""
 
 MOST_DEVICES, DEVICES_OF_A_NODE = 512, 8
-"""Devices of the largest machine that is suggested, and of the nodes that it is made of."""
+"""Devices of the largest suggested machine, and of each of its nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A question for a plan: a model, a machine, a global batch, and the fields that stay as they are."""
+    """The request of a plan: a model, a machine, a global batch, and the fixed fields."""
 
     spec: ModelSpec
     strategy: Strategy
@@ -56,11 +177,11 @@ class Search:
                 candidate = self._candidate(strategy, train_config)
                 (rejected if candidate.reason else ranked).append(candidate)
                 if candidate.forecast is not None and candidate.reason:
-                    break  # a larger micro-batch takes more still
+                    break  # a larger micro-batch needs more
         return sorted(ranked, key=rank_key), rejected
 
     def fastest_smallest(self) -> Candidate | None:
-        """Return the fastest that fits of those with the smallest micro-batch and activation checkpointing, if one does."""
+        """Return the fastest candidate that fits with the smallest micro-batch and activation checkpointing, if there is one."""
         train_config = next(_micro_batches(self.train_config, self.global_batch // self.data_ranks))
         ranked = []
         for strategy in self._strategies(("full",) if self.spec.checkpointed else ("none",)):
@@ -79,23 +200,20 @@ class Search:
             replicates = sharding.data_parallel in ("replicate", "hybrid")
             if replicates if alone else sharding.data_parallel == "none":
                 continue
-            for offload in sharding.offload:
+            for offload, checkpointing in itertools.product(sharding.offload, checkpointings):
                 if alone and offload == "none" and sharding.data_parallel != "none":
                     continue
-                for checkpointing in checkpointings:
-                    try:
-                        yield dataclasses.replace(
-                            self.strategy,
-                            sharding=word,
-                            offload=offload,
-                            activation_checkpointing=checkpointing,
-                            dp_replicate=self.machine.nodes if sharding.hybrid else 1,
-                        )
-                    except StrategyError:
-                        continue  # no engine can do it, whatever the model: it is no candidate
+                with contextlib.suppress(StrategyError):  # no engine runs this combination
+                    yield dataclasses.replace(
+                        self.strategy,
+                        sharding=word,
+                        offload=offload,
+                        activation_checkpointing=checkpointing,
+                        dp_replicate=self.machine.nodes if sharding.hybrid else 1,
+                    )
 
     def _candidate(self, strategy: Strategy, train_config: TrainConfig, quick: bool = False) -> Candidate:
-        """Forecast one. `quick`: without a trace where what stays on the device is too much already."""
+        """Forecast one candidate. `quick`: skip the trace if parameters and optimizer alone do not fit."""
         forecast, machine = None, self.machine
         try:
             job = resolve(strategy, train_config, self.spec, machine.ranks, machine.device)
@@ -123,27 +241,27 @@ def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfi
 
 
 def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Candidate]:
-    """Yield, for each value of these fields, the fastest candidate that fits. Sequences and machines: the first that does."""
+    """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits."""
     finished: set[str] = set()
-    for field, change, request in _requests(search):
-        candidate = request.fastest_smallest() if field in fields and field not in finished else None
+    for name, change, request in _requests(search):
+        candidate = request.fastest_smallest() if name in fields and name not in finished else None
         if candidate is not None:
             yield dataclasses.replace(candidate, change=change)
-            if field in ("seq_len", "hardware"):
-                finished.add(field)
+            if name in ("seq_len", "hardware"):
+                finished.add(name)
 
 
 def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
-    """Yield the changed field, the whole change, and the search with it; not what no engine or model can do."""
+    """Yield the changed field, the whole change, and the search with it, for changes that engine and model support."""
     machine, on_cpu = search.machine, search.machine.device.kind == "cpu"
     possible = list(training_changes(search.strategy, search.train_config, on_cpu=on_cpu))
-    for field in FIELDS:
-        for change in (change for change in possible if field in change):
+    for name in FIELDS:
+        for change in (change for change in possible if name in change):
             with contextlib.suppress(ToolkitError):
                 strategy, train_config = changed(search.strategy, search.train_config, change)
                 if strategy.quantized:
                     check_quantized(search.spec, strategy.adapter, allow_unquantized=False)
-                yield field, change, dataclasses.replace(search, strategy=strategy, train_config=train_config)
+                yield name, change, dataclasses.replace(search, strategy=strategy, train_config=train_config)
     while machine.device.key is not None and 2 * machine.ranks <= MOST_DEVICES:
         machine = _twice(machine)
         request = dataclasses.replace(search, machine=machine)
@@ -153,7 +271,7 @@ def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
 
 
 def _twice(machine: Hardware) -> Hardware:
-    """Return a machine with twice the devices: in a node up to eight, with as much more host memory; then twice the nodes."""
+    """Return a machine with twice the devices and host memory a node; from eight devices on, with twice the nodes."""
     if machine.count >= DEVICES_OF_A_NODE:
         return dataclasses.replace(machine, nodes=2 * machine.nodes)
     return dataclasses.replace(

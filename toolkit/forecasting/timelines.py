@@ -24,14 +24,14 @@ from toolkit.forecasting.prediction import build_forecast, resolve_request
 from toolkit.models import ModelSpec
 
 MEASURED = "measured total"
-"""A part of a picture: all that a run measured in a phase."""
+"""The part of a picture with a run's measured bytes."""
 
 Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Result):
-    """The bytes of the fullest rank from its start to the saved result, over one step."""
+    """Memory of the fullest rank through load, one step and save."""
 
     forecast: Forecast
     parts: Mapping[str, Mapping[str, int]]
@@ -39,11 +39,11 @@ class Timeline(Result):
     course: tuple[tuple[str, int], ...]
     """Phase and bytes after every change, in order."""
     run: str | None = None
-    """Folder of the run that is compared."""
+    """Folder of the compared run."""
     measured: Mapping[str, int] | None = None
     """Phase → the highest bytes of that run."""
     notes: tuple[str, ...] = ()
-    """What keeps the two from being comparable, each as one sentence."""
+    """Differences between run and forecast that prevent a comparison, a sentence each."""
 
     @property
     def reason(self) -> str:
@@ -150,7 +150,7 @@ def timeline(
         train_config: batch and lengths.
         ranks: processes.
         one_document: as in `forecast`.
-        run: folder of a run, whose measured bytes are shown with the forecast.
+        run: folder of a run; its measured bytes stand next to the forecast.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do, or what has no forecast yet.
@@ -179,7 +179,8 @@ def timeline(
 
 
 def _notes(finished: FinishedRun, forecast: Forecast) -> tuple[str, ...]:
-    other = finished.differences(forecast.strategy, forecast.train_config, forecast.ranks)
+    differences = finished.differences(forecast.strategy, forecast.train_config, forecast.ranks)
     if finished.hardware is not None and finished.hardware.device.kind != forecast.hardware.device.kind:
-        other.append(f"on {finished.hardware.device.name}, not {forecast.hardware.device.name}")
-    return (f"The run was another: {'; '.join(other)}. Its bytes are no measure of this forecast.",) if other else ()
+        differences.append(f"on {finished.hardware.device.name}, not {forecast.hardware.device.name}")
+    text = f"The run was another: {'; '.join(differences)}. Its bytes are no measure of this forecast."
+    return (text,) if differences else ()

@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline over the traced operators, and what of the communication nothing hides.
+"""The time of a step: a roofline over the traced operators, and the communication that no computation hides.
 
 Known error: most published runs lie within a quarter, those of small products on a T4 and over slow PCIe do not
 (`benchmarks/results/published.md`); no run of the toolkit's own on a GPU has calibrated it.
@@ -86,8 +86,8 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
     seconds = micro * (forward + backward) + exposed + optimizer
     tokens = job.global_batch * job.train_config.seq_len
-    # A backward computes two products for each of the forward's; of frozen weights no gradient, so one. What attention and
-    # the adapter itself compute is two all the same: with an adapter MFU is a little low, the more the longer the sequence.
+    # A backward computes two products for each of the forward's, and one for frozen weights. Attention and the adapter
+    # always have two, so MFU with an adapter is a little low, most with long sequences.
     products = 3 if job.strategy.adapter == "none" else 2
     useful = products * micro * sum(size for transfer in step[: middle + 1] for _, size in transfer.flops)
     return Timing(
@@ -97,13 +97,13 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     )
 
 
-def _seconds(stretches: Sequence[Segment], card: GPUSpec) -> float:
+def _seconds(segments: Sequence[Segment], card: GPUSpec) -> float:
     """Return the seconds of products and of memory traffic; never less than the host needs to launch the kernels."""
     total = 0.0
-    for segment in stretches:
+    for segment in segments:
         if segment.calls:
-            done = (*segment.flops, *((dtype, -size) for dtype, size in segment.skipped))
-            products = sum(size / _sustained(card, dtype) for dtype, size in done)
+            computed = (*segment.flops, *((dtype, -size) for dtype, size in segment.skipped))
+            products = sum(size / _sustained(card, dtype) for dtype, size in computed)
             total += max(products + segment.moved / (card.memory * 1e9 * MEMORY), segment.calls * CALL)
     return total
 
@@ -141,9 +141,9 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
 
 
 def checkpoint_stall(job: Job, machine: Hardware) -> float:
-    """Return the seconds in which the steps wait for a checkpoint: its copy into host memory. A thread writes it then.
+    """Return the seconds in which steps wait for a checkpoint: its copy into host memory, which a thread then writes.
 
-    On a GPU machine offloaded states are not copied: the steps wait until all ranks of a node have written them.
+    On a GPU machine offloaded states are not copied: steps wait until all ranks of a node have written them.
     """
     share = checkpoint_bytes(job) / job.ranks
     if job.strategy.offload != "none" or job.device.card is None:

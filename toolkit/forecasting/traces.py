@@ -1,13 +1,15 @@
-"""Traces on disk: a cached trace is read in a millisecond, without torch and transformers."""
+"""Traces: cached on disk, read in a millisecond without torch and transformers, and repeated over the depth of the whole model."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any
 
 from toolkit.core.cache import cache_file, keep
 from toolkit.core.errors import ModelError, StrategyError
-from toolkit.engines.traces import LayerStack, Trace, TraceConfig
+from toolkit.core.units import round_up
+from toolkit.engines.traces import LOGITS, WHOLE, Event, LayerStack, Segment, Trace, TraceConfig
 from toolkit.models import ModelSpec
-from toolkit.models.hub import first_line
+from toolkit.models.files import first_line
 
 EXACT = 3
 """Batches up to this one are traced; larger ones follow from two traces, since sizes are linear in the batch."""
@@ -37,7 +40,7 @@ def trace_of(
     Raises:
         ModelError: for a model that cannot be traced.
 
-    A batch of one takes other paths than a larger one (contiguity, broadcasting), so it is traced itself.
+    A batch of one takes other code paths than a larger one (contiguity, broadcasting), so it has a trace of its own.
     """
     configs = (config, *others)
     if batch > EXACT:
@@ -59,7 +62,7 @@ def _trace_with_cache(
     }
     missing = [batch for batch in batches if batch not in stored]
     if missing:
-        if configs[0].tp > 1:  # a child process costs more than the traces that a plan asks for next
+        if configs[0].tp > 1:  # starting a child costs more than tracing the other batches of a plan, too
             missing = sorted({*missing, *range(1, EXACT + 1)})
         traced = _trace_batches(spec, configs, missing, seq_len)
         for config, traces in zip(configs, traced, strict=True):
@@ -113,11 +116,11 @@ def _trace_in_child(
     """Trace in a child process: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
     request = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
-    done = subprocess.run(command, input=request, capture_output=True, check=False)
-    if done.returncode:
-        kind, _, message = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
+    process = subprocess.run(command, input=request, capture_output=True, check=False)
+    if process.returncode:
+        kind, _, message = process.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
         raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(message or kind)
-    return [[_decode_trace(values) for values in traces] for traces in json.loads(done.stdout)]
+    return [[_decode_trace(values) for values in traces] for traces in json.loads(process.stdout)]
 
 
 def _decode_trace(values: Mapping[str, Any]) -> Trace:
@@ -131,3 +134,132 @@ def _decode_trace(values: Mapping[str, Any]) -> Trace:
         events=tuple((what, size, name) for what, size, name in values["events"]),
         ends=(embedding, norm, head),
     )
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Events of a layer's forward or backward, or those outside of the layers."""
+
+    backward: bool
+    layer: str
+    events: tuple[Event, ...]
+
+
+def split_segments(
+    trace: Trace, block: int = 1, is_boundary: Callable[[str, str], bool] = lambda what, name: True
+) -> list[Segment]:
+    """Return the whole model's step in order; the last event is `end`.
+
+    Args:
+        trace: of a shallow model.
+        block: bytes that the allocator rounds every storage up to.
+        is_boundary: takes an event and its module's name, and returns whether a segment ends there. Fewer segments replay faster.
+    """
+    layers = {f"{stack.name}.{place}" for stack in trace.stacks for place in range(len(stack.indices))}
+    rounded = [(what, round_up(size, block) if what in ("+", "-") else size, name) for what, size, name in trace.events]
+    segments: list[Segment] = []
+    for stack, members in _group_layers(trace.stacks, _split_at_layers(rounded, layers)):
+        if stack is not None:
+            segments += _repeat_layers(stack, members, is_boundary)
+        else:
+            times = _times(trace.stacks, members)
+            segments += (segment for member in members for segment in _condense(member.events, times, is_boundary))
+    return segments
+
+
+def _times(stacks: Sequence[LayerStack], outside: Sequence[_Span]) -> dict[tuple[str, int], int]:
+    """Return how often a layer's storage of a size counts where it is freed outside the layers.
+
+    A storage that every layer leaves behind counts once a layer. A storage of the repeated layer alone counts once, such as an
+    output that a loop's variable holds. The first layer leaves only storages of the former kind.
+    """
+    freed = {(name, size) for span in outside for what, size, name in span.events if what == "-" and name}
+    return {
+        (name, size): count
+        for stack in stacks
+        for name, first, count in stack.repeated_layers()
+        for other, size in freed
+        if other == name and (first, size) in freed
+    }
+
+
+def _split_at_layers(events: Sequence[Event], layers: Set[str]) -> Iterator[_Span]:
+    """Split the shallow model's trace at its layers."""
+    backward, layer = False, ""
+    inside: list[Event] = []
+    for event in events:
+        what, _, name = event
+        # Within the backward a layer's `in` and `out` are its recomputation.
+        starts = name in layers and what == ("back in" if backward else "in")
+        ends = name in layers and name == layer and what == ("back out" if backward else "out")
+        if starts:
+            yield _Span(backward, layer, tuple(inside))
+            inside, layer = [], name
+        inside.append(event)
+        if ends or what in ("backward", "end"):
+            yield _Span(backward, layer, tuple(inside))
+            inside, layer = [], ""
+            backward = backward or what == "backward"
+
+
+def _group_layers(
+    stacks: Sequence[LayerStack], shallow: Iterable[_Span]
+) -> Iterator[tuple[LayerStack | None, list[_Span]]]:
+    """Group consecutive segments of one stack and direction, and consecutive segments of none."""
+
+    def key(span: _Span) -> tuple[LayerStack, bool] | None:
+        stack = next((candidate for candidate in stacks if span.layer.startswith(f"{candidate.name}.")), None)
+        return None if stack is None else (stack, span.backward)
+
+    spans: list[_Span] = []
+    for span in shallow:
+        if len(spans) > 1 and key(spans[-1]) is None and key(span) == key(spans[-2]) is not None:
+            # Events between two layers belong to the first.
+            between = spans.pop()
+            spans[-1] = replace(spans[-1], events=spans[-1].events + between.events)
+        spans.append(span)
+    for group, members in itertools.groupby(spans, key):
+        yield (group or (None,))[0], list(members)
+
+
+def _repeat_layers(
+    stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]
+) -> Iterator[Segment]:
+    """Repeat the kept layers so that each layer of the whole stack has one."""
+    segments = {int(span.layer.rpartition(".")[2]): list(_condense(span.events, {}, is_boundary)) for span in members}
+    order = range(len(stack.kinds))
+    for index in reversed(order) if members[0].backward else order:
+        source = stack.source(index)
+        old, new = f"{stack.name}.{source}", f"{stack.name}.{index}"
+        for segment in segments[source]:
+            inside = segment.name == old or segment.name.startswith(f"{old}.")
+            yield segment._replace(name=new + segment.name[len(old) :]) if inside else segment
+
+
+def _condense(
+    events: Sequence[Event], times: Mapping[tuple[str, int], int], is_boundary: Callable[[str, str], bool]
+) -> Iterator[Segment]:
+    """Merge segments between boundaries; `times`: how often a layer's freed storage counts."""
+    rise = net = moved = calls = logits_rise = logits = 0
+    flops: list[tuple[str, int]] = []
+    skipped: list[tuple[str, int]] = []
+    for what, size, name in events:
+        if what in ("+", "-"):
+            change = size if what == "+" else -size * times.get((name, size), 1)
+            net += change
+            logits += change if name == LOGITS else 0
+            if net > rise:
+                rise, logits_rise = net, logits
+        elif what == "flops":
+            flops.append((name, size))
+        elif what == "skipped":
+            skipped.append((name, size))
+        elif what == "moved":
+            moved += size
+        elif what == "calls":
+            calls += size
+        elif what in WHOLE or is_boundary(what, name):
+            yield Segment(rise, net, logits_rise, logits, what, size, name, tuple(flops), tuple(skipped), moved, calls)
+            rise = net = moved = calls = logits_rise = logits = 0
+            flops, skipped = [], []
+    yield Segment(rise, net, logits_rise, logits, "", 0, "", tuple(flops), tuple(skipped), moved, calls)

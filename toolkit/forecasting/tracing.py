@@ -18,11 +18,18 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
-from toolkit.forecasting.adapter_traces import add_traced_adapter, pack
 from toolkit.forecasting.fake_kernels import patched
-from toolkit.forecasting.truncation import truncate_layers
+from toolkit.forecasting.traced_model import (
+    add_traced_adapter,
+    allocate,
+    distribute,
+    fake_mesh,
+    local,
+    pack,
+    truncate_layers,
+)
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, freeze
+from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +41,13 @@ if TYPE_CHECKING:
 def trace_all(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[list[Trace]]:
-    """Trace each batch under each configuration. Others than the first are left out where they cannot be traced."""
+    """Trace each batch under each configuration. Of all but the first, failed traces are left out."""
     own, *others = configs
     traces = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
     for config in others:
         try:
             traces.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
-        except Exception:  # a request for this configuration alone shows the error
+        except Exception:  # a later request for this configuration raises the error
             traces.append([])
     return traces
 
@@ -49,28 +56,31 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     """Trace one forward and backward of the shallow model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _without_warnings(), _split(config) as parts:
+    from toolkit.forecasting.tracker import Tracker
+
+    with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        # In this order, PEFT lets embeddings require gradients under activation checkpointing.
+        # The adapter comes second, so that PEFT lets embeddings require gradients under activation checkpointing.
         outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
-        parts.distribute(model)
+        if mesh is not None:
+            distribute(model, mesh)
         outer.train()
         ends = _ends(outer, model)
-        tracker = parts.tracker(ends[2], device=config.device)
+        tracker = Tracker(ends[2], device=config.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            parts.allocate(model)
+            allocate(model, sharded=mesh is not None)
             model.tie_weights()
             if config.adapter is not None:
                 pack(model)
             inputs = _inputs(spec, config, batch, seq_len)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))
-            if config.tp > 1:  # what DTensor's sharding propagation computes once, it keeps
+            if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
                 with patched(config):
-                    _step(model, inputs, spec, config, parts.tracker(None, device=config.device))
+                    _step(model, inputs, spec, config, Tracker(device=config.device))
                 model.zero_grad()
             _watch(model, stacks, tracker)
             with patched(config), tracker:
@@ -78,39 +88,8 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     return Trace(stacks=stacks, events=tuple(_fold_events(tracker.recorded())), ends=ends)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, or a plain tensor itself."""
-    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local_tensor
-
-
-class _Whole:
-    """A model on one rank. `tensor_parallel.Split` has the same functions."""
-
-    def tracker(self, head: str | None, *, device: str) -> Tracker:
-        from toolkit.forecasting.tracker import Tracker
-
-        return Tracker(head, device=device)
-
-    def distribute(self, model: Any) -> None:
-        """Leave the model unchanged."""
-
-    def allocate(self, model: Any) -> None:
-        """Replace tensors on the meta device by fake ones."""
-        model.to_empty(device="cpu")
-
-
-def _split(config: TraceConfig) -> contextlib.AbstractContextManager[Any]:
-    """Return how a model is divided among ranks."""
-    if config.tp == 1:
-        return contextlib.nullcontext(_Whole())
-    from toolkit.forecasting.tensor_parallel import split
-
-    return split(config)
-
-
 def _fold_events(events: list[Event]) -> Iterator[Event]:
-    """Nest events of modules that begin at one tensor: outer ones begin first and end last."""
+    """Nest events of modules that begin at the same tensor: outer modules begin first and end last."""
     for what, together in itertools.groupby(events, key=lambda event: event[0]):
         if what in ("back in", "back out"):
             yield from sorted(together, key=lambda event: event[2].count("."), reverse=what == "back out")
@@ -132,12 +111,14 @@ def _build(spec: ModelSpec, config: TraceConfig) -> Any:
     from transformers import AutoConfig
 
     values = copy.deepcopy(spec.config)
-    made = AutoConfig.for_model(values.pop("model_type"), **values)
-    made.use_cache = False
+    model_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model_config.use_cache = False
     kernel = ATTENTIONS[config.attention]
     word = "sdpa" if kernel.joins_rows else kernel.transformers
     with torch.device("meta"):
-        model = auto_class(spec).from_config(made, dtype=getattr(torch, config.weights), attn_implementation=word)
+        model = auto_class(spec).from_config(
+            model_config, dtype=getattr(torch, config.weights), attn_implementation=word
+        )
     freeze(model, spec)
     return model
 
@@ -148,21 +129,22 @@ def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> d
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
     if config.masked:
-        # A model of several parts is padded, never packed.
+        # Rows of a model with several parts are padded, never packed.
         names.append("attention_mask" if spec.kind == "seq2seq" or spec.frozen else "position_ids")
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 
 def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker) -> None:
-    """Run `Engine.forward_backward`'s step; like Accelerate, cast what a forward under autocast returns to fp32."""
+    """Run the step of `Engine.forward_backward`. Like Accelerate, cast outputs of a forward under autocast to fp32."""
     import torch
+    from accelerate.utils import convert_to_fp32
 
     cast = torch.autocast("cpu", getattr(torch, config.autocast)) if config.autocast else contextlib.nullcontext()
 
     def call(**inputs: torch.Tensor) -> Any:
         with cast:
             output = model(**inputs)
-        return type(output)(**{key: _to_wide(value) for key, value in output.items()}) if config.autocast else output
+        return convert_to_fp32(output) if config.autocast else output
 
     call.config = model.config  # type: ignore[attr-defined]
     tracker.mark("forward")
@@ -175,39 +157,33 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: 
     tracker.mark("end")
 
 
-def _to_wide(value: Any) -> Any:
-    import torch
-
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def _watch(model: nn.Module, stacks: Sequence[LayerStack], tracker: Tracker) -> None:
-    """Mark both ends of each module, also of those without parameters, and complete gradients.
+    """Record the start and the end of each module, and each complete gradient.
 
-    DeepSpeed fetches ahead as each begins, and FSDP2 gathers the head before OLMo's last norm, which owns nothing.
+    Modules without parameters count too: DeepSpeed prefetches when they begin, and FSDP2 gathers OLMo's head before a norm.
     """
 
-    def grown(name: str) -> Any:
+    def on_gradient(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             size = local(parameter.grad).untyped_storage().nbytes()
-            parameter.grad = None  # from here on it is the engine's
-            tracker.say("gradient", size, name)
+            parameter.grad = None  # the engine frees it
+            tracker.record("gradient", size, name)
 
         return hook
 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(grown(name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(on_gradient(name))  # type: ignore[no-untyped-call]
     layers = {f"{stack.name}.{index}" for stack in stacks for index in range(len(stack.indices))}
     for name, module in model.named_modules():
         _watch_module(module, name, name in layers, tracker)
 
 
 def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -> None:
-    """Mark a module. Its backward ends with the inputs' gradient; the next one begins only then, as in engines.
+    """Record a module's events. Its backward ends with the gradient of its inputs, before the next one begins, as in engines.
 
-    Both are said at one tensor where a module's input is another's output: a tensor's own hooks run before its node's.
+    Where a module's input is another's output, a tensor's own hooks run before its node's.
     """
 
     def mark(what: str) -> Any:
@@ -223,7 +199,7 @@ def _watch_module(module: nn.Module, name: str, layer: bool, tracker: Tracker) -
         tensor = _first_trainable(output)
         if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(mark("back in"))
-        elif tensor is not None:  # what PEFT lets need a gradient is a leaf
+        elif tensor is not None:  # under PEFT, embeddings return a leaf
             tensor.register_hook(mark("back in"))  # type: ignore[no-untyped-call]
 
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -239,20 +215,8 @@ def _first_trainable(values: Any) -> torch.Tensor | None:
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
 
 
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def main() -> None:
-    """Trace an adapter in a child process: peft is imported only here before a launch."""
+    """Trace in a child process, the only one that imports peft before a launch."""
     spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
         traces = trace_all(spec, configs, batches, seq_len)

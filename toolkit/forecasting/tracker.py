@@ -10,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -19,39 +21,42 @@ from toolkit.engines.traces import LOGITS, Event
 
 aten = torch.ops.aten
 
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
 STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operators that read and write no byte, and that torch does not call views."""
+"""Operators other than views that read and write no byte."""
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every storage that is made while it is active, and when it goes."""
+    """Records every storage that is allocated while it is active, and its release."""
 
     def __init__(self, head: str | None = None, *, device: str = "cpu") -> None:
-        """Start to track. `head`: the module that makes the logits; `device`: the kernels' device, `cpu` or `cuda`."""
+        """Start empty. `head`: the module that computes the logits; `device`: the kernels' device, `cpu` or `cuda`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._head = head
         self._at_logits = False
         self.events: list[Event] = []
         self.layer = ""
-        """The layer whose forward or backward runs."""
+        """The layer in its forward or backward."""
         self._work: Counter[tuple[str, str]] = Counter()
         self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        """Storages; true of those that were there before."""
+        """Storage → whether it existed before."""
         self._numbers = itertools.count()
         self._alive: dict[int, Any] = {}
-        self._made: dict[int, int] = {}
-        """Place of a `-` in the events → number of the storage that went."""
+        self._released: dict[int, int] = {}
+        """Index of a `-` in the events → number of the released storage."""
 
     def recorded(self) -> list[Event]:
-        """Return the events; storages that are freed at once are in the order of their allocation.
+        """Return the events, with storages that are freed together in the order of their allocation.
 
-        Autocast lets go of the weights that it cast in the order of their addresses, which no two traces share.
+        Autocast frees its cast weights in the order of their addresses, which differ from trace to trace.
         """
         order: list[int] = []
-        for freed, places in itertools.groupby(range(len(self.events)), key=self._made.__contains__):
+        for freed, places in itertools.groupby(range(len(self.events)), key=self._released.__contains__):
             run = list(places)
-            order += sorted(run, key=self._made.__getitem__) if freed else run
+            order += sorted(run, key=self._released.__getitem__) if freed else run
         return [self.events[place] for place in order]
 
     def know(self, tensor: torch.Tensor) -> None:
@@ -60,19 +65,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
         """Record an event without a size; a layer's event names the layer that runs next."""
-        self.say(what, 0, name)
+        self.record(what, 0, name)
         if name and name == self._head:
             self._at_logits = what in ("in", "out")
         if layer and (what.endswith("in") or name == self.layer):
             self.layer = name if what.endswith("in") else ""
 
-    def say(self, what: str, size: int, name: str) -> None:
+    def record(self, what: str, size: int, name: str) -> None:
         """Record an event, after the operations since the previous one."""
         self.events += ((kind, amount, dtype) for (kind, dtype), amount in self._work.items())
         self._work.clear()
         self.events.append((what, size, name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # they unwrap themselves first; the tensors inside count
+        if func is WAIT:  # its fake kernel makes another tensor, the real one returns its argument
+            return args[0]
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         # Under autocast the head casts its weight before it makes logits.
@@ -81,14 +90,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._count_storage(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
-        if scratch:
-            self.events += [("+", scratch, ""), ("-", scratch, "")]
+        # gloo gathers into a buffer of its own.
+        gathered = output.untyped_storage().nbytes() if self._device == "cpu" and func is GATHER else 0
         self._count(func, args, kwargs, output, scratch)
+        for size in filter(None, (scratch, gathered)):
+            self.events += [("+", size, ""), ("-", size, "")]
         return output
 
     def _count(self, func: Any, args: Any, kwargs: Any, output: Any, scratch: int) -> None:
         """Count operations as torch does (matrix products, convolutions, attention), else bytes read and written."""
-        # A fake tensor's own questions (`prim::device`) come by here too: no run asks them of its device.
+        # Queries of a fake tensor (`prim::device`) are dispatched too, and are no kernels.
         if func.is_view or func.namespace == "prim" or func._overloadpacket in STILL:
             return
         self._work["calls", ""] += 1
@@ -110,12 +121,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layer = self.layer
         self.events.append(("+", size, part))
 
-        def gone(_: Any) -> None:
+        def on_release(_: Any) -> None:
             del self._alive[key]
-            self._made[len(self.events)] = key
+            self._released[len(self.events)] = key
             self.events.append(("-", size, part or ("" if self.layer else layer)))
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, on_release)
 
 
 @lru_cache
@@ -165,4 +176,4 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
-"""Bytes that CUDA's kernels take for themselves while they run, which no fake tensor shows."""
+"""Operator → temporary bytes of its CUDA kernel, which no fake tensor shows."""

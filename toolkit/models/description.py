@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.run_config import EMBEDDED
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError
-from toolkit.models.experts import Routed, mixture, module_lists, routed_blocks, unadapted_names
-from toolkit.models.hub import first_line
+from toolkit.models.files import first_line
 from toolkit.models.remote_code import check_links
 from toolkit.models.resolution import check_generates, check_known, config_text, locate, read_config
 from toolkit.models.spec import ModelSpec, Parameter, recall, remember
-from toolkit.models.text_part import check_text_part, class_with_text, frozen_modules
+from toolkit.models.structure import (
+    Routed,
+    check_text_part,
+    class_with_text,
+    frozen_modules,
+    mixture,
+    module_lists,
+    routed_blocks,
+    unadapted_names,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,8 +47,8 @@ def describe(
             Hub, or the sha256 of a folder that the refusal names.
 
     Raises:
-        ModelError: for a model that cannot be found, that transformers cannot build as a causal or sequence-to-sequence
-            language model, or whose own code is needed and not trusted.
+        ModelError: for an unknown model, one that transformers cannot build as a causal or sequence-to-sequence language
+            model, and one that needs its own untrusted code.
     """
     text = None
     if model is None or isinstance(model, str | Path):
@@ -120,7 +128,7 @@ def _spec(
 ) -> ModelSpec:
     text = config.get_text_config()
     values = text.to_dict()
-    # Some families spell it their own way: GPT-2's `hidden_size` is `n_embd`.
+    # Some families have names of their own: GPT-2's `hidden_size` is `n_embd`.
     figures = {
         our_name: values.get(their_name) for our_name, their_name in getattr(text, "attribute_map", {}).items()
     } | values
@@ -141,7 +149,7 @@ def _spec(
         source=source,
         architecture=type(module).__name__,
         kind=kind,
-        # As JSON reads it again (keys are text): a spec equals the one that was kept of it.
+        # Through JSON, which turns keys into text: a described spec equals its cached one.
         config=json.loads(json.dumps(config.to_dict(), default=str)),
         parameters=_parameters(module, blocks, routed if moe else []),
         tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
@@ -165,7 +173,7 @@ def _spec(
 
 
 def _copied(module: PreTrainedModel) -> int:
-    """Find tensors that `save_pretrained` creates: run transformers' conversion on meta tensors."""
+    """Return the elements that `save_pretrained` copies, found by transformers' conversion of meta tensors."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -179,24 +187,26 @@ def _copied(module: PreTrainedModel) -> int:
 def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]:
     """Return the repeated classes of `_no_split_modules`; without any, those of the largest stacks of layers.
 
-    Embeddings and poolers, which transformers lists too so that no device map splits them, are in no list.
-    A vision tower without such a class would be gathered whole by FSDP: of it the layers of its largest stack are taken.
+    Embeddings and poolers, which transformers lists for device maps, are in no module list and do not count. FSDP would gather
+    a vision tower without such a class whole, so the layers of its largest stack are added.
     """
     from torch import nn
 
     members = [
         type(layer).__name__ for child in module.modules() if isinstance(child, nn.ModuleList) for layer in child
     ]
-    named = set(getattr(module, "_no_split_modules", None) or ())
-    blocks = tuple(dict.fromkeys(name for name in members if name in named))
+    listed = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = tuple(dict.fromkeys(name for name in members if name in listed))
     if blocks:
         parts = [child for name, child in module.named_modules() if name in frozen]
-        bare = [part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)]
-        stacks = [[stack for _, stack in module_lists(part)] for part in bare]
+        without_blocks = [
+            part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)
+        ]
+        stacks = [[stack for _, stack in module_lists(part)] for part in without_blocks]
         return blocks + _layer_classes(max(own, key=_size) for own in stacks if own)
-    every = [stack for _, stack in module_lists(module)]
-    # An encoder's and a decoder's stack may differ in size; below a hundredth of the largest it is no stack of layers.
-    return _layer_classes(stack for stack in every if _size(stack) * 100 >= max(map(_size, every)))
+    all_stacks = [stack for _, stack in module_lists(module)]
+    # Stacks of encoder and decoder may differ in size. Below a hundredth of the largest, a list is no stack of layers.
+    return _layer_classes(stack for stack in all_stacks if _size(stack) * 100 >= max(map(_size, all_stacks)))
 
 
 def _size(module: nn.Module) -> int:
@@ -208,7 +218,7 @@ def _layer_classes(stacks: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def _linears(module: PreTrainedModel) -> tuple[str, ...]:
-    """Return all but the output embedding, by PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py)."""
+    """Return all linear modules but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py)."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -218,7 +228,7 @@ def _linears(module: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _unquantized(module: PreTrainedModel, linears: tuple[str, ...]) -> tuple[str, ...]:
-    """Return modules that a class keeps in fp32, which the quantizer skips (quantizers/quantizer_bnb_4bit.py)."""
+    """Return the modules that the quantizer skips, since the class keeps them in fp32 (quantizers/quantizer_bnb_4bit.py)."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -251,7 +261,7 @@ def _parameters(module: PreTrainedModel, blocks: tuple[str, ...], routed: list[R
             roles[name] = "layer"
 
     def role(name: str) -> str:
-        """Return the role of the modules around a parameter that comes first in this order."""
+        """Return the first role in this order that a module around the parameter has."""
         owner = name.rpartition(".")[0]
         around = {
             roles.get(owner[:end]) for end in (*(i for i, letter in enumerate(owner) if letter == "."), len(owner))

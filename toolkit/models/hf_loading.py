@@ -1,20 +1,23 @@
-"""Helpers for from_pretrained: the class, the attention kernel's name, no engine hooks."""
+"""Helpers for from_pretrained: auto class, names in the files, no engine hooks, and the tokenizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.models import ModelSpec, class_with_text
+from toolkit.core.errors import ModelError
+from toolkit.models import class_with_text
+from toolkit.models.resolution import check_tokenizer_code
+from toolkit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONG = 500_000_000
-"""Weights from which reading takes long enough to show its progress."""
+"""Number of weights from which reading shows its progress."""
 
 
 def auto_class(spec: ModelSpec) -> Any:
@@ -28,18 +31,26 @@ def auto_class(spec: ModelSpec) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def read_pretrained(spec: ModelSpec, folder: str | Path | None, **options: Any) -> Any:
+    """Read a model's weights from safetensors, whole, on this rank alone; `options` go to `from_pretrained`."""
+    with without_engine():
+        return auto_class(spec).from_pretrained(
+            folder, trust_remote_code=spec.runs_code, use_safetensors=True, **options
+        )
+
+
 def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Let the parameters outside of the text part need no gradient: without images they get none."""
+    """Freeze the parameters outside of the text part, which get no gradients without images."""
     for name, parameter in model.named_parameters():
         if not spec.trains(name):
             parameter.requires_grad_(False)
 
 
 def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors as a checkpoint's files hold them: transformers' own names and shapes (one expert a tensor, say).
+    """Return tensors with the names and shapes that transformers gives them in files (one expert a tensor, say).
 
     Raises:
-        ValueError: where one is missing that a conversion joins with these.
+        ValueError: if a conversion joins these with a missing tensor.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -48,7 +59,7 @@ def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, A
 
 
 def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in the files of parameters that these hold as they are; others are left out."""
+    """Return the names in the files of all parameters that need no conversion."""
     import torch
 
     probes = {name: torch.empty(1) for name in names}
@@ -61,10 +72,7 @@ def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors in the files whose rows, one below the other, make up a fused parameter.
-
-    Empty where the files hold it in another way.
-    """
+    """Return names and shapes of the files' tensors that make up a fused parameter, row by row; empty for other layouts."""
     import torch
 
     experts, rows, columns = shape
@@ -79,7 +87,7 @@ def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dic
 
 @contextmanager
 def without_engine() -> Iterator[None]:
-    """Read whole, on this rank alone: transformers would partition under ZeRO-3 and read on one rank only under FSDP."""
+    """Read whole models on this rank: transformers would partition under ZeRO-3, and read on one rank only under FSDP."""
     from transformers.integrations import deepspeed
 
     active, fsdp = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -93,8 +101,8 @@ def without_engine() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
-    """Silence warnings about missing weights, which are errors here; show progress only for long reads."""
+def quiet_bars(*, shown: bool) -> Iterator[None]:
+    """Silence warnings about missing weights, which raise errors here. `shown`: whether bars are shown."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -107,3 +115,49 @@ def quiet_bars(main: bool, *, shown: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer with a pad token: its own, an unused special token, or the end-of-text token.
+
+    Raises:
+        ModelError: for a missing tokenizer, more tokens than embeddings, and no token to pad with.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            spec.source, trust_remote_code=spec.runs_code
+        )
+    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+        check_tokenizer_code(spec)
+        raise ModelError(
+            f"model {spec.name!r}: its tokenizer cannot be read ({error}). "
+            "Copy tokenizer.json and tokenizer_config.json into the folder of its weights."
+        ) from error
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= spec.vocab:
+        raise ModelError(
+            f"model {spec.name!r}: its tokenizer goes to token {largest:,}, its embedding only to {spec.vocab - 1:,}. "
+            "Give the tokenizer that belongs to the model."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = _pad_token(spec, tokenizer)
+    return tokenizer
+
+
+def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the config's pad token, else a special token for padding or in reserve, else the end-of-text token."""
+    configured = spec.config.get("pad_token_id")
+    if isinstance(configured, int) and configured >= 0 and (token := tokenizer.convert_ids_to_tokens(configured)):
+        return str(token)
+    special = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    spare = [token for word in ("pad", "reserved", "unused") for token in special if word in token.lower()]
+    if spare:
+        return spare[0]
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            f"model {spec.name!r}: its tokenizer has no pad token, none in reserve, and none that ends a text. "
+            "Set pad_token in its tokenizer_config.json."
+        )
+    return str(tokenizer.eos_token)

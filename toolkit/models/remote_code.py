@@ -1,4 +1,4 @@
-"""A model's own code runs only at its named revision, so that the reviewed code is the one that runs."""
+"""A model's own code: it runs only at its trusted revision, so that it is the reviewed code."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def check_code(name: str, folder: Path, trust: str | None, *, needed: bool, hub:
     here = folder.name if hub else digest_of(folder)
     if trust is None:
         raise ModelError(
-            f"model {name!r} needs its own code ({', '.join(files)}), which is run only if you trust it: "
-            f"read it, then add --trust-remote-code {here}, or choose a model whose architecture transformers has itself."
+            f"model {name!r} needs its own code ({', '.join(files)}), which runs only if you trust it: "
+            f"read it, then add --trust-remote-code {here}, or choose a model with an architecture of transformers."
         )
     if trust != here:
         expected = "the full commit of 40 digits" if hub else "the sha256 of its *.py files, 64 digits"
@@ -62,8 +62,8 @@ def check_kernels(name: str, config: Mapping[str, Any]) -> None:
         for word in _strings(config.get(key)):
             if "/" in word:
                 raise ModelError(
-                    f"model {name!r}: its config takes attention from {word!r} on the Hub, and what is compiled there is "
-                    f"never run. Remove {key} from config.json; --attention chooses a kernel."
+                    f"model {name!r}: its config takes attention from {word!r} on the Hub, and compiled code from "
+                    f"there never runs. Remove {key} from config.json; --attention chooses a kernel."
                 )
     for part in config.values():
         if isinstance(part, dict):
@@ -74,7 +74,7 @@ def digest_of(folder: Path) -> str:
     """Return a sha256 over names and contents of all *.py files below a folder.
 
     Raises:
-        ModelError: for a file that is a link out of the folder, and for a link to a folder, whose files it would leave out.
+        ModelError: for a link out of the folder, and for a link to a folder, since its files would be left out.
     """
     check_links(folder, folders=False)
     digest = hashlib.sha256()
@@ -94,7 +94,7 @@ def check_links(folder: Path, *, folders: bool = True) -> None:
         ModelError: naming the link and its target.
     """
     for here, below, files in os.walk(folder):
-        if folders:  # nothing of a model is read from hidden folders, and nothing there needs to be looked at
+        if folders:  # hidden folders are not read
             below[:] = [name for name in below if not name.startswith(".") or Path(here, name).is_symlink()]
         for path in filter(Path.is_symlink, (Path(here, name) for name in (*below, *files))):
             check_inside(path, folder)
@@ -105,17 +105,17 @@ def check_links(folder: Path, *, folders: bool = True) -> None:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a file that is a link out of its folder. The Hub's cache links into the blobs of the same repository.
+    """Refuse a file that is a link out of its folder. The Hub's cache may link into the blobs of its repository.
 
     Raises:
-        ModelError: naming the file and where it leads.
+        ModelError: naming the file and its target.
     """
     if leads := outside_target(path, folder):
         raise ModelError(f"{path} is a link that leaves its folder, to {leads}. Copy the file there in its place.")
 
 
 def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
-    """Return the files whose classes the folder's configs use."""
+    """Return the Python files that the folder's configs name."""
     files = set()
     for reference in (*named_code(folder / "config.json"), *named_code(folder / "tokenizer_config.json")):
         if not _REFERENCE.fullmatch(reference):
@@ -128,7 +128,7 @@ def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
     if missing:
         raise ModelError(
             f"model {name!r} needs its own code, and its folder lacks {', '.join(missing)}. Copy it there, or choose a "
-            "model whose architecture transformers has itself."
+            "model with an architecture of transformers."
         )
     return sorted(files)
 

@@ -1,4 +1,4 @@
-"""From a name (a Hub id, a folder, a file) to a transformers config, after looking for what can be wrong with it."""
+"""From a name (embedded, a Hub id, a folder, a file) to a validated transformers config."""
 
 from __future__ import annotations
 
@@ -11,24 +11,61 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.run_config import EMBEDDED
 from toolkit.core.atomic_io import LIMIT, check_fields, expand_user, read_json, read_limited, shorten_value
 from toolkit.core.errors import ModelError, nearest
-from toolkit.models.embedded import embedded_config
-from toolkit.models.hub import first_line, hub_file, local_folder
+from toolkit.models.files import first_line, hub_file, local_folder
 from toolkit.models.remote_code import check_code, check_kernels, named_code
 from toolkit.models.spec import ModelSpec
-from toolkit.models.text_part import class_with_text
+from toolkit.models.structure import class_with_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+def embedded_config() -> dict[str, Any]:
+    """Return the config of the embedded model: a Llama of 5,048,576 parameters, 19.3 MiB in fp32, nothing tied."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def embedded_checkpoint(folder: Path) -> None:
+    """Write the embedded model into a new folder: config.json and model.safetensors, fp32, drawn from seed 0.
+
+    It runs before any engine is set up, since ZeRO-3 changes the drawn weights.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    assert not is_deepspeed_zero3_enabled(), "the embedded model is made before ZeRO-3 is set up"
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig.from_dict(embedded_config()))
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+
 
 DEEPEST = 2_000
 """Layers of the deepest model that is built."""
 
 
 def locate(name: str, trust: str | None = None) -> tuple[str | None, Path | None, bool]:
-    """Return the place of a model's weights, its config.json, and whether both are the Hub's; no path: the embedded model.
+    """Return the place of a model's weights, its config.json, and whether both are the Hub's; no path for the embedded model.
 
     Raises:
-        ModelError: for a name that leads nowhere, and for trust in code of the embedded model.
+        ModelError: for an unknown name, and for trust in code of the embedded model.
     """
     if name == EMBEDDED:
         if trust is not None:
@@ -45,13 +82,13 @@ def locate(name: str, trust: str | None = None) -> tuple[str | None, Path | None
             f"model {name!r}: there is no such folder or file. "
             "Give a folder with a config.json, or a Hub id such as Qwen/Qwen3-8B."
         )
-    # The files of a commit, and no others: a folder like any other from here on.
+    # A snapshot of one commit is treated as a folder.
     path = hub_file(name, trust)
     return name if trust is None else str(path.parent), path, True
 
 
 def config_text(path: Path | None) -> bytes | None:
-    """Return a config's text for the cache of specs. One that names own code, or a kernel, is always looked at again."""
+    """Return a config's text for the cache of specs; None for configs with own code or a kernel, which are always checked."""
     if path is None:
         return json.dumps(embedded_config()).encode()
     try:
@@ -70,14 +107,14 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
     if not path.is_file():
         fix = "Give a folder that was saved with save_pretrained, or a Hub id."
         if (path.parent / "adapter_config.json").is_file():
-            fix = "It is an adapter: give the model that it was trained on."
+            fix = "It is an adapter: give its base model."
         raise ModelError(f"model {name!r} has no {path.name}. {fix}")
     try:
         values = read_json(path, finite=False)
         check_fields(values, {})
     except ValueError as error:
         problem = f"{path.name} is not valid JSON ({error})"
-        raise ModelError(f"model {name!r}: {problem}. Copy it again from where the model comes from.") from None
+        raise ModelError(f"model {name!r}: {problem}. Copy it again from the model's source.") from None
     check_kernels(name, values)
     check_depth(name, values)
     own = bool(values.get("auto_map"))
@@ -85,7 +122,7 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
     if trust is None or not own:
         check_known(name, values)
     try:
-        # A file, not a folder: the Hub is not asked. The model's own classes are found by the folder.
+        # With a file, transformers does not query the Hub. The model's own classes need the folder.
         where = path if trust is None else path.parent
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(where), trust_remote_code=trust is not None, local_files_only=True
@@ -96,7 +133,7 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
 
 
 def check_depth(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse a config of more layers than any model has: building them, even without weights, would take all memory.
+    """Refuse a config with more layers than any model has: building them would fill the memory even without weights.
 
     Raises:
         ModelError: naming the field.
@@ -123,7 +160,7 @@ def check_tokenizer_code(spec: ModelSpec) -> None:
 
 
 def is_native(values: Mapping[str, Any]) -> bool:
-    """Return whether transformers itself has the architecture that a config names."""
+    """Return whether transformers has the architecture of a config."""
     import transformers
 
     architecture = _architecture(values)
@@ -138,7 +175,7 @@ def _architecture(values: Mapping[str, Any]) -> str | None:
 
 
 def check_known(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse an architecture that transformers does not have itself. `values` may be a raw config.json."""
+    """Refuse an architecture that transformers does not have. `values` may be a raw config.json."""
     import transformers
 
     kind, trainable = values.get("model_type"), _trainable()
@@ -151,12 +188,13 @@ def check_known(name: str, values: Mapping[str, Any]) -> None:
             f"model {name!r} needs its own code ({json.dumps(values['auto_map'])}). Give its folder or "
             "Hub id, and --trust-remote-code REVISION."
         )
-    what, word, known = "model_type", kind, list(trainable)
+    what, word, known_words = "model_type", kind, list(trainable)
     if kind in transformers.CONFIG_MAPPING:
         classes = [[value] if isinstance(value, str) else value for value in trainable.values()]
-        what, word, known = "architecture", str(_architecture(values)), [each for listed in classes for each in listed]
+        what, word = "architecture", str(_architecture(values))
+        known_words = [architecture for listed in classes for architecture in listed]
     raise ModelError(
-        f"model {name!r}: {what} {word!r} is unknown to transformers {transformers.__version__}.{nearest(word, known)} "
+        f"model {name!r}: {what} {word!r} is unknown to transformers {transformers.__version__}.{nearest(word, known_words)} "
         "A newer one may know it: `pip install --upgrade transformers`."
     )
 

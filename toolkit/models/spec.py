@@ -47,9 +47,9 @@ class MoE:
     active: int
     """Experts that a token passes through."""
     block: str
-    """Class of the module that routes and holds the experts: the ZeRO-3 leaf. Where several classes do, the layer's."""
+    """Class of the module with router and experts: the ZeRO-3 leaf. With several such classes, the layer's."""
     computed: str
-    """transformers' implementation of the experts, as it chooses it: `grouped_mm`, …; `eager` where the class has one way only."""
+    """transformers' implementation of the experts: `grouped_mm`, …; `eager` for a class with a single one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class ModelSpec(Result):
     name: str
     """The given name: a Hub id, a folder, a file, or a class name."""
     source: str | None
-    """Where the weights are: a Hub id or a folder; None where only a config is known."""
+    """Hub id or folder of the weights; None for a config alone."""
     architecture: str
-    """The class that is trained, say `LlamaForCausalLM`."""
+    """The trained class, such as `LlamaForCausalLM`."""
     kind: str
     """`causal` or `seq2seq`."""
     config: dict[str, Any] = field(repr=False)
@@ -89,17 +89,17 @@ class ModelSpec(Result):
     """Whether the class has activation checkpointing."""
     moe: MoE | None = None
     unadapted: tuple[str, ...] = field(default=(), repr=False)
-    """Of `linears`, what `all-linear` leaves out: PEFT takes their names for those of a mixture's fused experts."""
+    """Modules of `linears` that `all-linear` leaves out: PEFT mistakes them for a mixture's fused experts."""
     unquantized: tuple[str, ...] = field(default=(), repr=False)
-    """Those of `linears` that transformers does not quantize (T5's `wo`)."""
+    """Modules of `linears` that transformers does not quantize (T5's `wo`)."""
     copied: int = 0
-    """Elements that writing the model copies, since the disk has them in another form (one expert a tensor)."""
+    """Elements that are copied while the model is written, to another form on the disk (one expert a tensor)."""
     frozen: tuple[str, ...] = ()
-    """Of a model of several parts: the modules and parameters that text does not pass (vision tower, projector). Never trained."""
+    """Modules and parameters outside of the text part (vision tower, projector). They are never trained."""
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """transformers' tensor-parallel plan of the class: module name, with `*` for a layer's number → style. Empty: none."""
+    """transformers' tensor-parallel plan: module name, with `*` for a layer's number → style. Empty without a plan."""
     trusted: str | None = None
-    """The revision of the model's own code that is run: a commit on the Hub, or a folder's sha256. None: none is."""
+    """The trusted revision of the model's own code: a commit on the Hub, or a folder's sha256. None without own code."""
 
     @property
     def runs_code(self) -> bool:
@@ -108,7 +108,7 @@ class ModelSpec(Result):
 
     @property
     def commit(self) -> str | None:
-        """Of the model on the Hub, where its code is trusted at one: `source` is then the snapshot of it."""
+        """The commit on the Hub at which its code is trusted; `source` is then its snapshot."""
         return self.trusted if self.trusted and COMMIT.fullmatch(self.trusted) else None
 
     @property
@@ -171,9 +171,9 @@ class ModelSpec(Result):
             (role, f"{count:,}", f"{count / self.elements:.1%}", format_bytes(count * BYTES_OF["bfloat16"]))
             for role, count in roles.items()
         ]
-        shown = [(name, value) for name, value in figures.items() if value]
+        shown_figures = [(name, value) for name, value in figures.items() if value]
         return [
-            Table(title=self.name, columns=("figure", "value"), rows=shown),
+            Table(title=self.name, columns=("figure", "value"), rows=shown_figures),
             Table(title="Parameters by role", columns=("role", "count", "share", "in bf16"), rows=rows),
         ]
 
@@ -192,6 +192,6 @@ def recall(config: bytes) -> ModelSpec | None:
 
 
 def remember(config: bytes, spec: ModelSpec) -> None:
-    """Keep it. Where the cache cannot be written, it is described again next time."""
+    """Cache a spec. Without a writable cache nothing is kept."""
     with contextlib.suppress(OSError, ToolkitError):
         keep(cache_file(CACHE, config), json.dumps(dataclasses.asdict(spec), separators=(",", ":")))

@@ -26,8 +26,7 @@ from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import LONG, auto_class, freeze, quiet_bars, without_engine
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import LONG, auto_class, freeze, load_tokenizer, quiet_bars, without_engine
 from toolkit.models.varlen import register_varlen
 from toolkit.training.streamed_weights import StreamedWeights
 
@@ -70,7 +69,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
-    bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
+    bars = quiet_bars(shown=spec.elements >= LONG)
     with bars, engine_environment(job), freed_at_once():
         model = engine.load_model(job, Reader(job, accelerator))
     _check(job, model)

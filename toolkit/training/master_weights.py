@@ -11,12 +11,11 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, without_engine
+from toolkit.models.hf_loading import read_pretrained
 from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 
 def restore_masters(prepared: Prepared) -> None:
@@ -62,21 +61,12 @@ def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
         rounded = set(weights.dtypes.values()) != {prepared.job.compute_dtype}
         yield from ((name, weights.share(name).float()) for name in (shapes if rounded else ()))
         return
-    whole = dict(_read_whole(spec).named_parameters()) if accelerator.is_main_process else {}
+    whole = {}
+    if accelerator.is_main_process:
+        whole = dict(read_pretrained(spec, spec.source, dtype=torch.float32).named_parameters())
     for name, shape in shapes.items():
         tensor = whole[name].detach() if whole else torch.empty(shape)
         yield name, cast("torch.Tensor", broadcast(tensor.to(accelerator.device).contiguous(), from_process=0))
-
-
-def _read_whole(spec: ModelSpec) -> PreTrainedModel:
-    """Read all weights in fp32 into this process's host memory."""
-    import torch
-
-    with without_engine():
-        model = auto_class(spec).from_pretrained(
-            spec.source, dtype=torch.float32, trust_remote_code=spec.runs_code, use_safetensors=True
-        )
-    return cast("PreTrainedModel", model)
 
 
 def _write(name: str, whole: torch.Tensor, masters: list[Part]) -> None:

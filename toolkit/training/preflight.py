@@ -29,8 +29,7 @@ from toolkit.engines.adapters import check_quantized, require_libraries
 from toolkit.engines.job import Job, resolve
 from toolkit.forecasting import Forecast, forecast_job
 from toolkit.models import ModelSpec, describe, require_weights
-from toolkit.models.hf_loading import auto_class, quiet_bars
-from toolkit.models.tokenizer import load_tokenizer
+from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
 from toolkit.training.setup import check_trackers
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
@@ -163,7 +162,7 @@ def random_model(folder: str | Path, config: Any) -> str:
     if hardware().device.kind == "cpu":
         cpu.set_deepspeed_cpu()
     auto = auto_class(describe(config))
-    with torch.random.fork_rng(devices=[]), quiet_bars(main=True, shown=False):
+    with torch.random.fork_rng(devices=[]), quiet_bars(shown=False):
         torch.default_generator.manual_seed(0)
         auto.from_config(config).save_pretrained(folder)
     embedded_tokenizer(Path(folder))

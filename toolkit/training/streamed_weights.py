@@ -12,8 +12,8 @@ from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
+from toolkit.models.files import SAFETENSORS_DTYPES
 from toolkit.models.hf_loading import disk_names, disk_parts
-from toolkit.models.weights import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch

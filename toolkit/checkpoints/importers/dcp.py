@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: our own reading of `.metadata`, torch's reading of the tensors that it lists."""
+"""Folders of torch.distributed.checkpoint (DCP): `.metadata` is read without pickle's code, tensors by torch's reader."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from toolkit.checkpoints.importers.weights import (
     Entry,
     Weights,
     as_weights,
-    ensure_inside,
-    list_files,
     require,
     wrap_errors,
 )
@@ -39,34 +37,33 @@ T = TypeVar("T")
 METADATA = ".metadata"
 
 HOLES = 1000
-"""Holes between chunks in their order, at the most: a tensor that several ranks cut has a few."""
+"""The most holes between sorted chunks of a tensor; a sharded tensor has a few."""
 
 _MODEL = "model"
 """The level of a state dict under which Accelerate, and most users of DCP, put the model."""
 
 
-def open_dcp(folder: Path, root: Path) -> Weights:
+def open_dcp(folder: Path, files: Mapping[str, Path]) -> Weights:
     """Open a folder with `.metadata` and `.distcp` files: only the model's tensors, under their own names.
 
     Raises:
-        CheckpointError: for pickles that hold more than the list allows, names that leave the folder, files that are
-            missing or cut short, and tensors of which a part is nowhere.
+        CheckpointError: for pickles with classes that are not on the list, names that leave the folder, missing or truncated
+            files, and tensors with a missing part.
     """
-    list_files(folder, root)
-    raw = load_metadata(folder / METADATA)
+    raw = load_metadata(files[METADATA])
     with wrap_errors(f"{folder / METADATA} is not the metadata of a DCP checkpoint"):
         everything = _state(raw, "Metadata")
         names = _model_names(everything["state_dict_metadata"], everything["planner_data"])
         tensors = {key: _tensor(everything["state_dict_metadata"][key]) for key in names}
         places = _places(everything["storage_data"], tensors)
-        files = _checked_files(folder, root, places.values())
+        count = _check_files(folder, files, places.values())
         for key, stored in tensors.items():
             _check_covered(folder, key, stored)
     entries = {}
     for key, stored in tensors.items():
         read = partial(_read, folder, key, stored, places)
         entries[names[key]] = Entry(tuple(stored.size), dtype_name(stored.properties.dtype), read)
-    kind = f"sharded checkpoint (torch.distributed.checkpoint, {len(files)} file{'s' * (len(files) != 1)})"
+    kind = f"sharded checkpoint (torch.distributed.checkpoint, {count} file{'s' * (count != 1)})"
     return as_weights(kind, folder, entries)
 
 
@@ -77,13 +74,13 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-    mine = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
-    files = sorted({place.relative_path for place in mine.values()})
+    places_of_key = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
+    files = sorted({place.relative_path for place in places_of_key.values()})
     with explain_refusals(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed():
         target = torch.empty(stored.size, dtype=stored.properties.dtype)
-        metadata = Metadata(state_dict_metadata={key: stored}, storage_data=mine)
+        metadata = Metadata(state_dict_metadata={key: stored}, storage_data=places_of_key)
         reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-        # What `dcp.load` does, without its reading of the metadata.
+        # As `dcp.load`, except for the metadata.
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         planner.set_up_planner({key: target}, metadata, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
@@ -110,7 +107,7 @@ def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] |
 
 
 def _places(stored: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]) -> _Places:
-    """Return where each chunk of these tensors lies, as torch's own records with checked values."""
+    """Return file, offset and length of each chunk of these tensors, as torch's own records with checked values."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -154,30 +151,29 @@ def _checked_type(kind: type[T], value: Any) -> T:
     return value
 
 
-def _checked_files(folder: Path, root: Path, places: Iterable[_StorageInfo]) -> list[str]:
-    """Return the files of the model; each lies in the folder and has the length that the metadata states."""
+def _check_files(folder: Path, files: Mapping[str, Path], places: Iterable[_StorageInfo]) -> int:
+    """Check that each file of the model lies in the folder and has the stated length. Return their number."""
     ends: dict[str, int] = {}
     for place in places:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name in ends:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).name != name:
             raise CheckpointError(
                 f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file next to it. "
                 "Nothing was read."
             )
-        ensure_inside(folder / name, root)
-    require(sorted(ends), {name: folder / name for name in ends}, folder)
+    require(sorted(ends), files, folder)
     for name, end in ends.items():
-        size = (folder / name).stat().st_size
+        size = files[name].stat().st_size
         if size < end:
-            raise CheckpointError(f"{folder / name} is cut short: {size:,} bytes, expected {end:,}. Copy it again.")
-    return sorted(ends)
+            raise CheckpointError(f"{files[name]} is cut short: {size:,} bytes, expected {end:,}. Copy it again.")
+    return len(ends)
 
 
 def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> None:
     """Check that every element lies in exactly one chunk: torch's planner leaves the others uninitialized.
 
-    Chunks that cover the whole tensor and have as many elements as it neither overlap nor reach beyond it.
+    Chunks that cover the tensor and have its number of elements neither overlap nor reach beyond it.
     """
     boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in tensor.chunks if 0 not in chunk.sizes]
     possible = all(offset >= 0 and size > 0 for box in boxes for offset, size in box)

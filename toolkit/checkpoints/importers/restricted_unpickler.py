@@ -1,4 +1,4 @@
-"""The only place that reads pickles: both unpicklers build listed classes, and refuse all others by name."""
+"""The only reader of pickles: both unpicklers build listed classes and refuse all others by name."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ DCP = (
 Each becomes an `OpaqueRecord`, so that nothing of these modules runs."""
 
 NESTED = 10_000
-"""Tuples within a tuple, each counted as often as it stands there: the hash of a dictionary's key visits all of them, with a
-stack that overflows, and tuples that share their parts make of 60 instructions 2⁶⁰ visits."""
+"""The most tuples within a tuple, repeated ones counted again. The hash of a dictionary's key visits all of them: deep ones
+overflow the stack, and 60 instructions with shared parts make 2⁶⁰ visits."""
 
 _LEGACY = 5
-"""Pickles at the beginning of a file that torch wrote before it wrote zip files."""
+"""Pickles at the beginning of a file in torch's old format, before zip files."""
 
 _ZIP = b"PK\x03\x04"
 _LOCK = threading.RLock()
@@ -46,7 +46,7 @@ _LOCK = threading.RLock()
 
 
 class OpaqueRecord:
-    """Stands for an allowed class of another library: it keeps the arguments, and no code of that class runs."""
+    """A placeholder for an allowed class of another library: it keeps the arguments, and runs no code of that class."""
 
     args: tuple[Any, ...]
     """The constructor's arguments."""
@@ -72,7 +72,7 @@ def _opaque_class(path: str) -> type[OpaqueRecord]:
 
 @contextmanager
 def only_listed() -> Iterator[None]:
-    """Restrict `torch.load(weights_only=True)` to torch's own list and `DEEPSPEED`, whatever the process has added."""
+    """Restrict `torch.load(weights_only=True)` to torch's own list and `DEEPSPEED`, without the process's additions."""
     from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
     with _LOCK:
@@ -88,11 +88,7 @@ def only_listed() -> Iterator[None]:
 
 @contextmanager
 def explain_refusals(path: Path | str) -> Iterator[None]:
-    """Say which file and class was refused, or why the file cannot be read.
-
-    Raises:
-        CheckpointError: for every exception that is none yet.
-    """
+    """Raise every exception as a CheckpointError with the file and the refused class, or the reason."""
     with wrap_errors(f"{path} cannot be read"):
         try:
             yield
@@ -103,10 +99,10 @@ def explain_refusals(path: Path | str) -> Iterator[None]:
                 raise _refusal(path, refused[1]) from None
             if other := re.search(r"Unsupported operand (\d+)", text):
                 raise CheckpointError(
-                    f"{path} holds pickle's instruction {other[1]}, which no checkpoint is read with (torch.save's own protocol, "
-                    "2, has none such), and nothing of it was run. If you trust the file, write it again with torch.save."
+                    f"{path} holds pickle's instruction {other[1]}, which torch.save's protocol 2 does not have. "
+                    "No code of it was run. If you trust the file, write it again with torch.save."
                 ) from None
-            # torch's message is a page of advice, to load with the whole of pickle among it; the reason is one line.
+            # torch's message is a page of advice, such as unrestricted loading; the reason is one line of it.
             reason = re.search(r"WeightsUnpickler error: (.+)", text) or re.search(r"(.+?) In PyTorch 2\.6", text)
             if reason:
                 raise pickle.UnpicklingError(reason[1]) from None
@@ -124,7 +120,7 @@ def load(path: Path) -> Any:
     """Load a file of `torch.save`, with mapped tensors.
 
     Raises:
-        CheckpointError: for a class that is not on the list, by its name, and for a file that is cut short or no such file.
+        CheckpointError: for a class that is not on the list, by its name, and for a file that cannot be read.
     """
     import torch
 
@@ -134,7 +130,7 @@ def load(path: Path) -> Any:
             file.seek(0)
             for _ in range(0 if mapped else _LEGACY):
                 check_tuples(file)
-        if mapped:  # by the reader that torch itself finds the pickle with
+        if mapped:  # the reader with which torch finds the pickle
             check_tuples(io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")))
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
@@ -155,9 +151,9 @@ def check_tuples(file: IO[bytes]) -> None:
     """Refuse a pickle with tuples nested deeper than `NESTED`, by its instructions alone.
 
     Raises:
-        UnpicklingError: for such a tuple, and for what is no pickle.
+        UnpicklingError: for such a tuple, and for a file that is no pickle.
     """
-    stack: list[int] = []  # of each value how many tuples are in it
+    stack: list[int] = []  # number of tuples in each value
     marks: list[int] = []
     memo: dict[int, int] = {}
     try:
@@ -188,7 +184,7 @@ def check_tuples(file: IO[bytes]) -> None:
 
 
 class _Records(pickle.Unpickler):
-    """Builds containers, sizes, dtypes and inert records; the records' types are this load's own, so nothing outlives it."""
+    """Builds containers, sizes, dtypes and opaque records. Each load has record types of its own, so nothing outlives it."""
 
     def __init__(self, path: Path, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import CheckpointError
-from toolkit.models.weights import SAFETENSORS_DTYPES
+from toolkit.models.files import SAFETENSORS_DTYPES, first_line
 
 if TYPE_CHECKING:
     import torch
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+"""Parts of names by torch.compile, FSDP1 and activation checkpointing, at any depth."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Entry:
     dtype: str
     """torch's name. float32 where a checkpoint holds fp32 masters."""
     read: Callable[[], torch.Tensor]
-    """Return it in host memory. It may share memory with a mapped file: copy it first."""
+    """Returns it in host memory, perhaps as a view of a mapped file: copy it before changes."""
     trained: bool = True
-    """False for buffers and frozen parameters: they may be the base's own, in another dtype."""
+    """False for buffers and frozen parameters, which the base may hold in another dtype."""
     source: str | None = None
     """Its name in the trained weights; None for a tensor of the base alone."""
 
@@ -43,7 +43,7 @@ class Weights:
     kind: str
     """A description: `"DeepSpeed ZeRO-3 checkpoint, step 10, 2 ranks"`."""
     entries: Mapping[str, Entry]
-    """Of tied weights one name may be all there is."""
+    """Tied weights may have one name only."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -59,7 +59,7 @@ class Weights:
         """Return a whole, contiguous tensor in host memory.
 
         Raises:
-            CheckpointError: where its bytes cannot be read, or its shape is not the stated one.
+            CheckpointError: for unreadable bytes, or another shape than stated.
         """
         tensor, shape = self.entries[name].read().contiguous(), self.entries[name].shape
         if tuple(tensor.shape) != shape:
@@ -80,21 +80,21 @@ def as_weights(kind: str, folder: Path, entries: Mapping[str, Entry]) -> Weights
     empty = [name for name, entry in entries.items() if 0 in entry.shape]
     if empty:
         raise CheckpointError(
-            f"{folder} ({kind}) holds tensors of size zero: {_first_names(empty)}. They were saved before they were gathered; "
-            "save the checkpoint again with every rank taking part."
+            f"{folder} ({kind}) holds tensors of size zero: {_first_names(empty)}. They were saved before they were gathered. "
+            "Save the checkpoint again on all ranks."
         )
     wrapped = all(name.startswith("module.") for name in entries)
-    named: dict[str, Entry] = {}
+    by_own_name: dict[str, Entry] = {}
     for name, entry in entries.items():
-        own = _WRAPPERS.sub("", name.removeprefix("module.") if wrapped else name)
-        if own in named:
-            raise CheckpointError(f"{folder} ({kind}) holds {own!r} twice, once as {name!r}: expected one model.")
-        named[own] = entry
-    return Weights(kind, named)
+        own_name = _WRAPPERS.sub("", name.removeprefix("module.") if wrapped else name)
+        if own_name in by_own_name:
+            raise CheckpointError(f"{folder} ({kind}) holds {own_name!r} twice, once as {name!r}: expected one model.")
+        by_own_name[own_name] = entry
+    return Weights(kind, by_own_name)
 
 
 def safetensors_entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file. It is opened again for each that is read."""
+    """Return the tensors of a safetensors file, which is opened again for each read."""
     from safetensors import safe_open
 
     def read(name: str) -> torch.Tensor:
@@ -129,27 +129,17 @@ def list_files(folder: Path, root: Path) -> dict[str, Path]:
     """Return the files of a folder by name.
 
     Raises:
-        CheckpointError: for a symbolic link that leads out of `root`.
+        CheckpointError: for a folder or an entry that is a symbolic link out of `root`.
     """
-    files = {path.name: path for path in sorted(folder.iterdir())}
-    for path in files.values():
-        ensure_inside(path, root)
-    return files
-
-
-def ensure_inside(path: Path, root: Path) -> Path:
-    """Return the path if it stays in `root` when every symbolic link is followed.
-
-    Raises:
-        CheckpointError: where it does not.
-    """
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(root)):
-        raise CheckpointError(
-            f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only what lies in it. "
-            "Copy the file there, if it belongs to it."
-        )
-    return path
+    paths, inside = sorted(folder.iterdir()), os.path.realpath(root)
+    for path in (folder, *paths):
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(inside):
+            raise CheckpointError(
+                f"{path} leads out of {root}, to {real}, and was not read: a checkpoint may name only its own files. "
+                "Copy the file there, if it belongs to the checkpoint."
+            )
+    return {path.name: path for path in paths if path.is_file()}
 
 
 def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
@@ -158,8 +148,7 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
     Raises:
         CheckpointError: naming the first that are not.
     """
-    missing = [name for name in names if name not in files or not files[name].is_file()]
-    if missing:
+    if missing := [name for name in names if name not in files]:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(names)} files: {_first_names(missing)}. "
             "Copy them there, or take another checkpoint."
@@ -168,18 +157,14 @@ def require(names: list[str], files: Mapping[str, Path], folder: Path) -> None:
 
 @contextmanager
 def wrap_errors(what: str) -> Iterator[None]:
-    """Turn any error that a broken or crafted file causes into one that names the file.
-
-    Raises:
-        CheckpointError: for every exception that is none yet.
-    """
+    """Raise every exception as a CheckpointError that names the file, since crafted files cause any exception."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        first = (str(error).strip() or "no message").splitlines()[0]
-        raise CheckpointError(f"{what}: {type(error).__name__}: {first}. Copy it again, or take another.") from None
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{what}: {text}. Copy it again, or take another.") from None
 
 
 def _first_names(names: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO checkpoints: flat fp32 partitions of every rank, put together one parameter at a time, without DeepSpeed.
+"""DeepSpeed's ZeRO checkpoints: flat fp32 partitions of every rank, joined one parameter at a time, without DeepSpeed.
 
-The layout is that of deepspeed/utils/zero_to_fp32.py, which itself needs DeepSpeed, loads with the whole of pickle, and
-under ZeRO-1 and 2 holds the model twice.
+The layout is that of deepspeed/utils/zero_to_fp32.py, which needs DeepSpeed, unpickles without restriction, and under ZeRO-1
+and 2 holds the model twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from toolkit.checkpoints.importers.weights import (
     Weights,
     as_weights,
     checked,
-    list_files,
     require,
     wrap_errors,
 )
@@ -36,22 +35,21 @@ _ANY = re.compile(r".*[_-](?:optim|model)_states\.pt")
 
 
 def is_zero(names: Iterable[str]) -> bool:
-    """Return whether a folder with these files is a ZeRO checkpoint itself, not the folder around it with `latest`."""
+    """Return whether these are the files of a ZeRO checkpoint of one step."""
     return any(_ANY.fullmatch(name) for name in names)
 
 
-def open_zero(folder: Path, root: Path) -> Weights:
+def open_zero(folder: Path, files: Mapping[str, Path]) -> Weights:
     """Open the checkpoint of one step: `mp_rank_00_model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`, ….
 
     Trained parameters are fp32 masters, frozen ones and buffers what the engine held.
 
     Raises:
         CheckpointError: for a missing rank's file, by its name; for tensor, pipeline or expert parallelism, and ZeRO-0;
-            for pickles that hold more than the list allows.
+            for pickles with classes that are not on the list.
     """
     import torch
 
-    files = list_files(folder, root)
     states = _optimizer_states(folder, files)
     with wrap_errors(f"{folder} is not laid out as a ZeRO checkpoint"):
         flats = [_flat_groups(state) for state in states]
@@ -87,7 +85,7 @@ def open_zero(folder: Path, root: Path) -> Weights:
 
 
 def _entry(shape: Any, rows: Sequence[_Row], start: int, length: int) -> Entry:
-    """Return a parameter that lies in the same range of each of several rows, one after the other, padded at the end.
+    """Return a parameter that consists of the same range of each of several rows, padded at the end.
 
     Args:
         shape: of the parameter.
@@ -98,7 +96,7 @@ def _entry(shape: Any, rows: Sequence[_Row], start: int, length: int) -> Entry:
     sizes = tuple(int(size) for size in shape)
 
     def read() -> torch.Tensor:
-        """Return it in memory of its own, or a view of the mapped file if it is contiguous there."""
+        """Return a copy, or a view of the mapped file if the parameter is contiguous there."""
         import torch
 
         parts = [part for row in rows for part in _cut(row, start, length)]
@@ -124,14 +122,6 @@ def _elements(row: _Row) -> int:
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return every rank's optimizer state, in the order of ranks."""
     matches = [match for match in map(_OPTIMIZER.fullmatch, files) if match]
-    usual = {match[0] for match in matches} | {name for name in files if _MODEL.fullmatch(name)}
-    strange = [name for name in files if _ANY.fullmatch(name) and name not in usual]
-    doubled = len({int(match["rank"]) for match in matches}) < len(matches)
-    if strange or doubled:
-        raise CheckpointError(
-            f"{folder} holds {strange[0] if strange else 'two optimizer files of one rank'}: expected one file a rank of "
-            "pure data parallelism. Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
-        )
     if not matches:
         raise CheckpointError(
             f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt: a rank's file, with the fp32 weights, is missing, "
@@ -139,6 +129,12 @@ def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str,
         )
     names = [f"{matches[0]['prefix']}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(matches) + 1)]
     require(names[:-1], files, folder)
+    strange = [name for name in files if _ANY.fullmatch(name) and not _MODEL.fullmatch(name) and name not in names]
+    if strange:
+        raise CheckpointError(
+            f"{folder} holds {strange[0]}: expected one file a rank of pure data parallelism. "
+            "Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
+        )
     states = []
     for name in names[:-1]:
         with wrap_errors(f"{files[name]} is not an optimizer state of ZeRO"):
@@ -179,7 +175,7 @@ def _stage(model: Mapping[str, Any], state: Mapping[str, Any]) -> int:
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
-    """Return ZeRO-3's frozen parameters, of which each rank has a fragment."""
+    """Return ZeRO-3's frozen parameters from each rank's fragment."""
     tensors = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         rows = [[checked(name, model["frozen_param_fragments"][name]).reshape(-1)] for model in models]

@@ -12,7 +12,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
 from toolkit.models import ModelSpec, Parameter
-from toolkit.models.packing_probe import DROPOUTS
+from toolkit.models.varlen import DROPOUTS
 
 COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
 """Styles that split the first dimension of a weight, and of a bias."""

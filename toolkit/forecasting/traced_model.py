@@ -1,0 +1,227 @@
+"""The model that is traced: three layers of each kind on the meta device, with PEFT's and bitsandbytes' own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.adapters import add_adapter, import_bitsandbytes
+from toolkit.engines.experts import mark_experts
+from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
+from toolkit.engines.traces import Adapter, LayerStack, TraceConfig
+from toolkit.models import ModelSpec
+from toolkit.models.structure import module_lists
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
+    """Keep three layers of each kind in every stack of the model, in place.
+
+    Layers are of one kind where class, shapes of parameters and the config's `layer_types` agree.
+    """
+    from torch import nn
+
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    text_types = getattr(text, "layer_types", None)
+    stacks = []
+    for name, stack in module_lists(model):
+        if not any(type(layer).__name__ in spec.blocks for layer in stack.children()):
+            continue
+        types = text_types if spec.trains(name) else None
+        kinds_: list[Any] = []
+        for index, layer in enumerate(stack.children()):
+            shapes = tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())
+            kinds_.append((type(layer), shapes, types[index] if types and index < len(types) else None))
+        distinct = list(dict.fromkeys(kinds_))
+        kinds = tuple(distinct.index(kind) for kind in kinds_)
+        kept_layers = _kept_layers(kinds)
+        owner, _, leaf = name.rpartition(".")
+        layers = list(stack.children())
+        setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
+        if types and len(set(types)) > 1:  # models look their layers' types up by number
+            text.layer_types = [types[index] for index in kept_layers]
+        stacks.append(LayerStack(name=name, kinds=kinds, indices=kept_layers))
+    return tuple(stacks)
+
+
+def _kept_layers(kinds: Sequence[int]) -> tuple[int, ...]:
+    """Return the first two and the last layer of each kind."""
+    return tuple(
+        index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < 2 or kind not in kinds[index + 1 :]
+    )
+
+
+QUANTIZED = {"qlora": 4, "qlora8": 8}
+"""Adapters over quantized weights, and their bits."""
+
+
+def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
+    """Replace quantized modules by bitsandbytes' and add the adapter, in place, on the meta device.
+
+    Returns:
+        PEFT's model around the given one.
+    """
+    import torch
+
+    if adapter.kind in QUANTIZED:
+        setattr(model, f"is_loaded_in_{QUANTIZED[adapter.kind]}bit", True)  # read by PEFT
+        for name in _kept_names(stacks, quantizable(spec)):
+            _replace(model, name, QUANTIZED[adapter.kind])
+        if adapter.kind == "qlora":
+            names = _kept_names(stacks, expert_shapes(spec))
+            mark_experts(model, {name: model.get_parameter(name).shape for name in names})
+    targets = list(_kept_names(stacks, adapted(spec, adapter.targets)))
+    with torch.device("meta"):
+        peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, adapter.dtype))
+    return peft_model
+
+
+def pack(model: PreTrainedModel) -> None:
+    """Give each quantized module its packed weight: 4 bits in storage elements of the dtype that it had, 8 bits with scales.
+
+    It is a plain parameter, since fake tensors have no subclasses. Of a 4-bit weight only `quant_state` is read.
+    """
+    import torch
+
+    for module in model.modules():
+        experts: Any = getattr(module, "packed_experts", None)
+        for name in experts.shapes if experts is not None else ():
+            fused = module.get_parameter(name)
+            column = torch.empty(packed_shape(fused.numel(), fused.dtype.itemsize), dtype=fused.dtype)
+            module._parameters[name] = torch.nn.Parameter(column, requires_grad=False)
+            experts.states[name] = (tuple(fused.shape), fused.dtype)
+        kind = type(module).__name__
+        if kind not in ("Linear4bit", "Linear8bitLt") or hasattr(module, "base_layer"):
+            continue
+        weight: Any = module.weight
+        shape, dtype = tuple(weight.shape), torch.int8
+        if kind == "Linear4bit":
+            shape, dtype = packed_shape(weight.numel(), weight.dtype.itemsize), weight.dtype
+        packed: Any = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        packed.quant_state, packed.CB, packed.SCB = tuple(weight.shape), None, None
+        if kind == "Linear8bitLt":
+            state: Any = module.state
+            state.CB, state.SCB = packed.data, torch.empty(shape[0])
+            module.register_buffer("scales", state.SCB)  # a buffer exists before the step
+        module.weight = packed
+
+
+def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of parameters that the shallow model has, with its layer numbers."""
+    for name in names:
+        stack = next((candidate for candidate in stacks if name.startswith(f"{candidate.name}.")), None)
+        if stack is None:
+            yield name
+            continue
+        index, _, rest = name.removeprefix(f"{stack.name}.").partition(".")
+        if int(index) in stack.indices:
+            yield f"{stack.name}.{stack.indices.index(int(index))}.{rest}"
+
+
+def _replace(model: PreTrainedModel, name: str, bits: int) -> None:
+    """Replace a linear module with bitsandbytes' module of 4 or 8 bits; its weight stays."""
+    import_bitsandbytes()
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    plain: Any = model.get_submodule(name)
+    # GPT-2's `Conv1D` keeps its weight the other way round.
+    weight = plain.weight.data if hasattr(plain, "out_features") else plain.weight.data.t()
+    dtype = weight.dtype
+    packed: Any
+    if bits == 4:
+        packed = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+        packed.weight = Params4bit(weight, requires_grad=False)
+    else:
+        packed = Linear8bitLt(1, 1, bias=False, has_fp16_weights=False)
+        packed.weight = Int8Params(weight, requires_grad=False)
+    (packed.out_features, packed.in_features), packed.bias = weight.shape, plain.bias
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, packed)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank holds, or a plain tensor itself."""
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
+
+
+@contextmanager
+def fake_mesh(config: TraceConfig) -> Iterator[Any]:
+    """Yield the mesh of one tensor-parallel rank over a fake process group, which is this process's default group meanwhile.
+
+    Yields None for a model on one rank.
+    """
+    if config.tp == 1:
+        yield None
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=config.tp_rank, world_size=config.tp)
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its keys do not name the rank
+    try:
+        yield init_device_mesh("cpu", (config.tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def distribute(model: Any, mesh: Any) -> None:
+    """Apply transformers' tensor-parallel plan, as `from_pretrained` does before it reads weights.
+
+    Tied weights get parameters of their own until they are tied again: a plan finds a shared parameter by one name only.
+    """
+    import torch
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from toolkit.engines.mesh.loading import register_summed
+
+    register_summed()
+    known: set[int] = set()
+    for module, name, parameter in _parameters(model):
+        if id(parameter) in known:
+            copy = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+            module._parameters[name] = copy
+        known.add(id(parameter))
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+    apply_tensor_parallelism(model, mesh, plan)
+
+
+def allocate(model: Any, *, sharded: bool) -> None:
+    """Replace tensors on the meta device by fake ones; of a sharded DTensor, the local part."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not sharded:
+        model.to_empty(device="cpu")
+        return
+    for module, name, parameter in _parameters(model):
+        tensor: Any = torch.empty(local(parameter).shape, dtype=parameter.dtype)
+        if isinstance(parameter, DTensor):
+            shape, stride = parameter.shape, parameter.stride()
+            mesh, placements = parameter.device_mesh, parameter.placements
+            tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+        module._parameters[name] = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _parameters(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each module with the names and values of its own parameters; a shared one comes once for each module."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module, name, parameter
