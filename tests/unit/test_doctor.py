@@ -48,7 +48,8 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
 
 def test_what_is_installed_works(diagnosis: Diagnosis) -> None:
     details = {finding.check: finding.detail for finding in diagnosis.findings}
-    for check in ("torch", "transformers", "accelerate", "deepspeed", "bitsandbytes", "peft", "datasets"):
+    installed = "torch transformers accelerate deepspeed bitsandbytes peft datasets ipywidgets matplotlib"
+    for check in installed.split():
         assert diagnosis.status(check) == "ok", details[check]
         assert metadata.version(check) in details[check]
     for check in ("processes", "bf16", "host memory", "python"):

@@ -123,7 +123,7 @@ def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
     for how in ("stopped", "failed"):
         run.record_end(how, f"{how} as it went")
         found = tk.attach(run.path)
-        assert (found.status, found.message) == (how, f"{how} as it went") == (how, found.report().run.words)
+        assert (found.status, found.message) == (how, f"{how} as it went") == (how, found.report().words)
     run.memory.write_text("{}")
     os.utime(run.memory, (1, 1))
     assert found.memory is None, "it is an older attempt's"

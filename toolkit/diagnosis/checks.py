@@ -44,7 +44,8 @@ CHECKS: dict[str, Callable[[], str]] = {
     "peft": partial(library, "peft"),
     "flash-attn": libraries.flash_attention,
     "datasets": partial(library, "datasets"),
-    "ipywidgets": machine.widgets,
+    "ipywidgets": partial(machine.installed, "ipywidgets", "live view in notebooks"),
+    "matplotlib": partial(machine.installed, "matplotlib", "pictures in reports and notebooks"),
     "GPUs": machine.gpus,
     "bf16": libraries.bf16_computes,
     "processes": libraries.process_groups,
@@ -62,6 +63,9 @@ APART = (
     ("bitsandbytes", "peft", "deepspeed", COMPILE, "deepspeed operators", "flash-attn"),
 )
 """The checks of one child process, in order. Two processes run at once; all other checks run in the caller's."""
+
+CHILD = "from toolkit.diagnosis.checks import main; main()"
+"""The program of a child process."""
 
 _REINSTALLED = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "bitsandbytes", "peft")
 
@@ -128,7 +132,7 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
             with writer:
                 # Its own session: compilers that it starts end with it.
                 child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "toolkit.diagnosis", str(os.getpid()), str(writer.fileno()), *left],
+                    [sys.executable, "-P", "-c", CHILD, str(os.getpid()), str(writer.fileno()), *left],
                     stdout=errors, stderr=errors, pass_fds=[writer.fileno()], start_new_session=True,
                 )  # fmt: skip
             try:
@@ -162,10 +166,14 @@ def _exit_text(code: int, output: str) -> str:
     return f"{how}: {last}" if last else how
 
 
-def main(parent: int, descriptor: int, names: list[str]) -> None:
-    """Run checks in order in the child, and send a finding as soon as it is there."""
-    die_with_parent(parent)
-    os.set_inheritable(descriptor, False)
-    with Connection(descriptor, readable=False) as results:
+def main() -> None:
+    """Run checks in order in the child, and send each finding as soon as it is there.
+
+    The arguments are the parent's process id, the descriptor of its pipe, and the names of the checks.
+    """
+    parent, descriptor, *names = sys.argv[1:]
+    die_with_parent(int(parent))
+    os.set_inheritable(int(descriptor), False)
+    with Connection(int(descriptor), readable=False) as results:
         for name in names:
             results.send_bytes(json.dumps(dataclasses.asdict(check(name))).encode())

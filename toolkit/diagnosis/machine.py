@@ -34,15 +34,14 @@ def build() -> str:
     raise Outcome("missing", "torch is not installed", "`pip install torch`; see pytorch.org for CUDA.")
 
 
-def widgets() -> str:
-    """Check live views in a notebook."""
+def installed(name: str, use: str) -> str:
+    """Return the version of a library of the extra `notebook`, without importing it; `use`: the feature that needs it."""
     from importlib import metadata
 
     try:
-        return metadata.version("ipywidgets")
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        fix = "`pip install 'accelerate-toolkit[notebook]'`"
-        raise Outcome("missing", "not installed: no live view in notebooks", fix) from None
+        raise Outcome("missing", f"not installed: no {use}", "`pip install 'accelerate-toolkit[notebook]'`") from None
 
 
 def gpus() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from toolkit.core.charts import Bar, bars
@@ -12,6 +13,9 @@ from toolkit.core.units import format_bytes, format_step_seconds
 
 ROWS = 12
 """The most rows of a table that samples a file's lines."""
+
+WARM = 5
+"""Steps that do not count for tokens/s: the memory window lies in them."""
 
 INDENT = "\N{NO-BREAK SPACE}" * 2
 
@@ -26,6 +30,22 @@ def sample_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     places = [round(place * (len(rows) - 1) / (ROWS - 1)) for place in range(ROWS)]
     notes = [f"{ROWS} of {len(rows):,}; all are in {file}."]
     return Table(title=title, columns=columns, rows=[rows[place] for place in places], notes=notes)
+
+
+def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of the median step after the fifth."""
+    return float(median(event["seconds"] for event in steps[WARM:] or steps))
+
+
+def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
+    rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
+    return float(median(rates)) if rates else None
+
+
+def pace(event: Mapping[str, Any]) -> float | None:
+    """Return a step's tokens a second; a line of `tk.log` may have none."""
+    return event["tokens"] / event["seconds"] if event.get("tokens") and event["seconds"] else None
 
 
 def spell_number(value: float | None) -> str:
