@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 0.5
-
-_parent_of_forks: int | None = None
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -109,24 +106,11 @@ def _register_fork_hooks() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-@contextlib.contextmanager
-def forks_die_with_parent() -> Iterator[None]:
-    """Let forked children die with this process, and end on a signal without this process's handlers."""
-    global _parent_of_forks
-    if _parent_of_forks is None:
-        os.register_at_fork(after_in_child=_in_fork)
-    _parent_of_forks = os.getpid()
-    try:
-        yield
-    finally:
-        _parent_of_forks = 0
-
-
-def _in_fork() -> None:
-    if _parent_of_forks:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
-        _die_with(_parent_of_forks)
+def begin_child(parent: int) -> None:
+    """Let a forked worker die with its parent, and end on a signal without the parent's handlers."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
+    _die_with(parent)
 
 
 def _die_with(parent: int) -> None:

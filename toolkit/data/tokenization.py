@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from toolkit.core.errors import DataError
-from toolkit.core.process_lifecycle import forks_die_with_parent
+from toolkit.core.process_lifecycle import begin_child
 from toolkit.data.encoder import Encoded, Encoder
 from toolkit.data.files import KINDS, Document
 from toolkit.data.ingestion import Contents, progress_bar
@@ -52,13 +52,13 @@ def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: i
     others = multiprocessing.active_children()
     ahead: deque[Future[list[Encoded]]] = deque()
     fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(processes, mp_context=fork, initializer=_start, initargs=(contents, encoder))
+    work = (os.getpid(), contents, encoder)
+    pool = ProcessPoolExecutor(processes, mp_context=fork, initializer=_start, initargs=work)
     try:
-        with forks_die_with_parent():
-            for number in range(count):
-                ahead.append(pool.submit(_encode, number))
-                if len(ahead) == 2 * processes:
-                    yield ahead.popleft().result()
+        for number in range(count):
+            ahead.append(pool.submit(_encode, number))
+            if len(ahead) == 2 * processes:
+                yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
     except BrokenProcessPool as error:
@@ -71,8 +71,9 @@ def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: i
         pool.shutdown(cancel_futures=True)
 
 
-def _start(contents: Contents, encoder: Encoder) -> None:
+def _start(parent: int, contents: Contents, encoder: Encoder) -> None:
     global _work
+    begin_child(parent)
     _work = contents, encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the tokenizer do not survive a fork
 

@@ -104,7 +104,7 @@ class Report(Result):
     def page(self) -> str:
         """Return the run as one self-contained HTML page without scripts."""
         name = self.path.absolute().name
-        parts = [(section, *_html_parts(section)) for section in self.sections]
+        parts = [(part, *_html_parts(part)) for part in self.sections]
         values = {"name": name, "status": self.status, "figures": figures(self), "sections": parts}
         return redact(render("report", mark=MARK, **values) + "\n")
 
@@ -127,17 +127,17 @@ class Report(Result):
 
     def tables(self) -> list[Table]:
         summary = Table(title=f"Run {self.path}", columns=("figure", "value"), rows=figures(self))
-        return [summary, *(table for section in self.sections for table in section.tables)]
+        return [summary, *(table for part in self.sections for table in part.tables)]
 
     def __str__(self) -> str:
-        parts = [self.tables()[0].text(), *(section.text() for section in self.sections)]
+        parts = [self.tables()[0].text(), *(part.text() for part in self.sections)]
         return visible(redact("\n\n".join(parts)))
 
     def _repr_html_(self) -> str:
         parts = [self.tables()[0].html()]
-        for section in self.sections:  # without headings: a notebook has its own
-            pictures, tables = _html_parts(section)
-            parts.append(render("report_section", section=section, figures=pictures, tables=tables))
+        for part in self.sections:  # without headings: a notebook has its own
+            pictures, tables = _html_parts(part)
+            parts.append(render("report_section", section=part, figures=pictures, tables=tables))
         return redact("".join(parts))
 
     def to_dict(self) -> dict[str, Any]:
