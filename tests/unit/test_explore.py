@@ -23,8 +23,7 @@ from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec
-from toolkit.notebook import prefetch
-from toolkit.notebook.explorer import Explorer
+from toolkit.notebook.explorer import Explorer, lengths_ahead, start_prefetch
 from toolkit.notebook.explorer_state import command
 
 LOOP = tk.TrainConfig(seq_len=64, micro_batch=2)
@@ -396,10 +395,10 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
 
 def test_other_sequence_lengths_are_traced_ahead(spec: ModelSpec) -> None:
     panel = made("memory", spec)
-    assert prefetch.start("memory", panel.state).wait(timeout=120) == 0
+    assert start_prefetch("memory", panel.state).wait(timeout=120) == 0
     traces = cache_folder("traces")
     cached = sorted(traces.iterdir())
-    for length in prefetch.lengths_ahead("memory", panel.state):
+    for length in lengths_ahead("memory", panel.state):
         panel.controls["seq_len"].value = length
         assert panel.value.train_config.seq_len == length
     assert length == 2048

@@ -1,4 +1,4 @@
-"""How results look: one table, as text and as HTML. Every result shows itself through `Result`."""
+"""How results look: one table, as text and as HTML by the templates beside this file. `Result` shows every result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from toolkit.core.redaction import redact, redact_all, visible
@@ -62,8 +64,6 @@ class Table:
 
     def html(self) -> str:
         """Return a plain `<table>` with a caption and headers, readable without a style sheet or a script."""
-        from toolkit.core.html import render
-
         rows, right = self._cells()
         sides = ["right" if numbers else "left" for numbers in right]  # notebooks set every cell to the right
         columns = [str(name) for name in self.columns]
@@ -152,3 +152,24 @@ class Result:
     def to_json(self) -> str:
         """Return `to_dict()` as JSON text."""
         return json.dumps(redact_all(self.to_dict()), indent=2)
+
+
+def markup(html: str) -> Any:
+    """Return HTML that templates leave as it is; they escape every other value."""
+    from markupsafe import Markup
+
+    return Markup(html)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the HTML of `templates/TEMPLATE.html` with these values."""
+    text: str = _environment().get_template(f"{template}.html").render(values)
+    return text
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).with_name("templates"))
+    return Environment(loader=folder, autoescape=True, undefined=StrictUndefined)

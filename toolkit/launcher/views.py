@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.core.charts import Bar, bars, curve
-from toolkit.core.html import markup, render
+from toolkit.core.display import markup, render
 from toolkit.core.units import format_bytes
 from toolkit.run_folder.status import Progress
 

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from toolkit.core.phases import observe, phase
-from toolkit.measurement.results import Measured
-from toolkit.measurement.window import STEPS, PhasePeaks, Window
+from toolkit.measurement.window import STEPS, Measured, PhasePeaks, Window
 
 NOTE = "toolkit-note/"
 """Marks an allocation of one byte that is made only for the allocator to say its total."""

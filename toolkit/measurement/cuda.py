@@ -7,8 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from toolkit.core.phases import observe
-from toolkit.measurement.results import Measured
-from toolkit.measurement.window import STEPS, Window
+from toolkit.measurement.window import STEPS, Measured, Window
 
 
 class CudaWindow(Window):

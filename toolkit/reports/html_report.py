@@ -17,9 +17,8 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user, open_regular, read_events, write_whole
 from toolkit.core.charts import figure
-from toolkit.core.display import Result, Table
+from toolkit.core.display import Result, Table, markup, render
 from toolkit.core.errors import RunError, StrategyError
-from toolkit.core.html import markup, render
 from toolkit.core.redaction import redact, redact_all, visible
 from toolkit.reports.sections import Section, figures, sections_of
 from toolkit.reports.tables import step_seconds, throughput
