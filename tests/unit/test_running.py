@@ -20,11 +20,9 @@ from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import default_ranks
 from toolkit.launcher.api import without_launchers
-from toolkit.launcher.targets import Target
-from toolkit.launcher.trust import check_target, note_launch, target_of
-from toolkit.launcher.views import page
+from toolkit.launcher.targets import Target, check_target, note_launch, target_of
 from toolkit.run_folder import folder, run_lock
-from toolkit.run_folder.status import Progress, read_progress
+from toolkit.run_folder.status import Progress, page, read_progress
 from toolkit.training import metrics
 
 SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}

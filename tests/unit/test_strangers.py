@@ -38,8 +38,7 @@ from toolkit.exporters.publication import atomic_dir
 from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import failure
 from toolkit.launcher.processes import supervises
-from toolkit.launcher.targets import Target
-from toolkit.launcher.trust import check_target, note_launch, target_of
+from toolkit.launcher.targets import Target, check_target, note_launch, target_of
 from toolkit.models import describe, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder, run_lock

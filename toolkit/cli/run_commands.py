@@ -61,7 +61,7 @@ def launch(flags: argparse.Namespace) -> Result:
     """Run your own script or module as a supervised run."""
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.script_session import run_script
+    from toolkit.launcher.script_run import run_script
     from toolkit.run_folder.folder import RUNS, check_new, new_path
     from toolkit.training.setup import choose_ranks, print_default
 
@@ -108,7 +108,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.devices.machine import hardware
     from toolkit.engines.base import engine_of
     from toolkit.launcher import RestartPolicy, supervise_with_restarts
-    from toolkit.launcher.trust import target_of
+    from toolkit.launcher.targets import target_of
     from toolkit.reports import reported
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.run_json import read_run_json
@@ -152,8 +152,8 @@ def _resume_own(
     from toolkit.devices.machine import hardware
     from toolkit.launcher import RestartPolicy
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.script_session import run_script
-    from toolkit.launcher.trust import check_target
+    from toolkit.launcher.script_run import run_script
+    from toolkit.launcher.targets import check_target
     from toolkit.run_folder.folder import run_paths
 
     if unusable := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:

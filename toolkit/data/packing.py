@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from toolkit.data.encoder import Encoded
+from toolkit.data.tokenization import Encoded
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,16 +22,13 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
 from toolkit.launcher.processes import supervises
-from toolkit.launcher.views import page
 from toolkit.reports import Report, report
 from toolkit.run_folder.folder import run_paths
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others, supervisor_of
-from toolkit.run_folder.status import Progress, rank_bytes, read_memory, read_outcome, read_progress, tail_of
+from toolkit.run_folder.status import Progress, page, rank_bytes, read_memory, read_outcome, read_progress, tail_of
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
-
-LIVE = STATUSES[:2]
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of a stopped supervisor; the last two before it handled signals."""
@@ -84,12 +81,23 @@ class Run(Result):
         """One of `STATUSES`."""
         return self._look()[0]
 
-    def _look(self) -> tuple[str, Progress]:
-        """Read status and figures at one moment: whether it is alive is asked once, as that takes its lock."""
+    def _look(self) -> tuple[str, Progress, str]:
+        """Read status, figures and message at one moment: whether it is alive is asked once, as that takes its lock.
+
+        The end comes from the supervisor that this `Run` started, or else from the folder.
+        """
         progress = read_progress(self.folder)
         if self.alive:
-            return "running" if progress.step and not self._is_new else "starting", progress
-        return self._ending()[0], dataclasses.replace(progress, left_seconds=None)
+            running = progress.step and not self._is_new
+            return ("running", progress, "") if running else ("starting", progress, self._last_message())
+        code = self._process.poll() if self._process is not None and self._is_last else None
+        about = self._run_record()
+        if code in (None, 0) and about:
+            status, message = read_outcome(self._files, about)
+        else:
+            status = "stopped" if code in STOPPED else "failed"
+            message = self._last_message() or (f"{status} before it had begun" if code is not None else "")
+        return status, dataclasses.replace(progress, left_seconds=None), "" if status == "finished" else message
 
     @property
     def _is_new(self) -> bool:
@@ -100,18 +108,8 @@ class Run(Result):
 
     @property
     def message(self) -> str:
-        """The supervisor's last message: how the run was stopped, or why it failed. Empty if it finished."""
-        how, words = ("running", self._last_message()) if self.alive else self._ending()
-        return "" if how == "finished" else words
-
-    def _ending(self) -> tuple[str, str]:
-        """Return how the run ended and its message, from the supervisor that this `Run` started, or else the folder."""
-        code = self._process.poll() if self._process is not None and self._is_last else None
-        about = self._run_record()
-        if code in (None, 0) and about:
-            return read_outcome(self._files, about)
-        how = "stopped" if code in STOPPED else "failed"
-        return how, self._last_message() or (f"{how} before it had begun" if code is not None else "")
+        """The supervisor's last message: how the run was stopped, or why it failed. Empty while it runs, or if it finished."""
+        return self._look()[2]
 
     @property
     def _is_last(self) -> bool:
@@ -202,10 +200,9 @@ class Run(Result):
             raise _Interrupted(
                 f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
             ) from None
-        if self.status == "failed":
-            raise RunError(
-                self.message or f"the run in {self.name} ended without a message: its supervisor was killed."
-            )
+        status, _, message = self._look()
+        if status == "failed":
+            raise RunError(message or f"the run in {self.name} ended without a message: its supervisor was killed.")
         return self
 
     def _ends_within(self, timeout: float | None, update: Callable[[], None]) -> bool:
@@ -247,18 +244,18 @@ class Run(Result):
 
     def tables(self) -> list[Table]:
         """Return status and figures."""
-        status, progress = self._look()
-        return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.message)]
+        status, progress, message = self._look()
+        return [progress.table(f"{self.name}: {status}", message)]
 
     def _repr_html_(self) -> str:
-        # Twice a second while it goes: run.json is read once for it.
-        (status, progress), steps = self._look(), tail_of(self._files.events).steps
-        return redact(page(self.name, status, progress, steps, "" if status == "running" else self.message))
+        # Twice a second while it runs: run.json is read once for it.
+        (status, progress, message), steps = self._look(), tail_of(self._files.events).steps
+        return redact(page(self.name, status, progress, steps, message))
 
     def to_dict(self) -> dict[str, Any]:
         """Return folder, status, strategy and progress."""
-        status, progress = self._look()
-        about = {"folder": str(self.folder), "status": status, "message": "" if status in LIVE else self.message}
+        status, progress, message = self._look()
+        about = {"folder": str(self.folder), "status": status, "message": message}
         return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
 
     def _run_record(self) -> dict[str, Any]:
@@ -279,7 +276,7 @@ class Run(Result):
 
     def __repr__(self) -> str:
         """Return one line for a terminal."""
-        status, progress = self._look()
+        status, progress, _ = self._look()
         return f"<Run {self.name}: {status}, {progress.line}>"
 
 
