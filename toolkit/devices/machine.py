@@ -39,8 +39,8 @@ class Device:
 
     @property
     def key(self) -> str | None:
-        """The name of its row in the catalog; None where no row is exactly its."""
-        return next((key for key, card in CARDS.items() if card is self.card), None)
+        """The name of its row in the catalog; None for speeds of no row."""
+        return next((key for key, card in CARDS.items() if card == self.card), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from toolkit.diagnosis import libraries, machine
 from toolkit.diagnosis.libraries import library
 from toolkit.diagnosis.result import Diagnosis, Finding, Outcome
 from toolkit.diagnosis.support import list_abilities
+from toolkit.models.hub import first_line
 
 LIMIT = 60.0
 """Seconds that one check of a library may take."""
@@ -84,7 +85,7 @@ def check(name: str) -> Finding:
     except ToolkitError as error:
         return broken(name, str(error))
     except Exception as error:  # a broken library may raise anything
-        return broken(name, f"{type(error).__name__}: {libraries.first_line(error)}")
+        return broken(name, f"{type(error).__name__}: {first_line(error)}")
 
 
 def broken(name: str, detail: str) -> Finding:

@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis.result import Outcome
 from toolkit.engines.adapters import import_bitsandbytes
+from toolkit.models.hub import first_line
 
 EXTRAS = {"deepspeed": "[deepspeed]", "bitsandbytes": "[qlora]"}
 
@@ -198,8 +199,3 @@ def flash_attention() -> str:
     except (ImportError, OSError) as error:
         raise Outcome("broken", first_line(error), fix) from None
     return metadata.version("flash-attn")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is not empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

@@ -110,5 +110,5 @@ def environment() -> Environment:
     Raises:
         ToolkitError: for a GPU whose driver does not answer.
     """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Environment(date=timestamp(), hardware=hardware(), cores=usable, versions=versions())
+    cores = len(os.sched_getaffinity(0))
+    return Environment(date=timestamp(), hardware=hardware(), cores=cores, versions=versions())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.core.atomic_io import read_events, write_or_explain
@@ -46,8 +45,7 @@ class Stopped(Exception):
     def of(cls, number: int, folder: Folder) -> Stopped:
         """Return the exception with the message in `folder`, and why a rank refused to publish."""
         refused = [str(error) for record in folder.errors().values() if (error := as_raised(record))]
-        then = value_or("", resume_hint, folder)
-        return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
+        return cls(number, " ".join(filter(None, [value_or("", resume_hint, folder), *refused[:1]])))
 
 
 def supervise(
@@ -81,9 +79,9 @@ def supervise(
     """
     assert os.environ.get(TOKEN) != folder.token, "a supervisor needs a new token, or it would end itself with its run"
     _clear(folder, config)
-    with _write_outcome(folder):
-        kills = value_or(0, memory_kills)
-        watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
+    kills = value_or(0, memory_kills)
+    watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
+    try:
         with StopSignal() as stop:
             launcher = _start(folder, module, arguments, config, environ or {})
             attempt = _Attempt(folder, launcher, stop, watch)
@@ -99,13 +97,6 @@ def supervise(
         if code != 0:
             kills = value_or(kills, memory_kills) - kills
             raise failure(folder, code, watch, cut_at=attempt.cut_at, memory_kills=kills)
-
-
-@contextlib.contextmanager
-def _write_outcome(folder: Folder) -> Iterator[None]:
-    """Write the message of an attempt that did not end as requested into its folder."""
-    try:
-        yield
     except (ToolkitError, Stopped) as error:
         folder.record_end("stopped" if isinstance(error, Stopped) else "failed", str(error))
         raise

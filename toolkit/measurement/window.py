@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,10 +217,6 @@ def rss() -> int:
 
 
 def rss_peak() -> int:
-    """Return the highest resident bytes. Linux's own mark is this program's; `ru_maxrss` starts at the parent's."""
-    with suppress(FileNotFoundError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * KiB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * KiB
+    """Return the highest resident bytes. The kernel's own mark is this program's; `ru_maxrss` starts at the parent's."""
+    mark = re.search(r"^VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(mark[1] if mark else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * KiB

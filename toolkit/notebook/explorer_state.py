@@ -158,8 +158,7 @@ class ExplorerState:
         count, nodes = self._nodes()
         own, word = self.here.device, str(self.values["device"])
         if word == self.named:
-            missing = "cpu" if own.kind == "cpu" else f"<{own.name}, which the catalog lacks>"
-            word = next((key for key, card in CARDS.items() if card == own.card), missing)
+            word = "cpu" if own.kind == "cpu" else own.key or f"<{own.name}, which the catalog lacks>"
         return (f"{nodes} nodes x " if nodes > 1 else "") + f"{count}x {word}"
 
     def _nodes(self) -> tuple[int, int]:

@@ -69,6 +69,8 @@ def show(run: Run) -> None:
 
 def _follow(folder: str, run: Run, view: _View) -> None:
     """Update the view until the run has ended, through partial lines and slow disks."""
+    from IPython.display import HTML
+
     before, alive = "", True
     while alive:
         with contextlib.suppress(Exception):
@@ -80,7 +82,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
         # The last page is sent even if it is equal: a newer view may show an older one.
         if page and (page != before or not alive):
             with contextlib.suppress(Exception):
-                _update(view, page)
+                view.handle.update(HTML(page))
                 before = page
         if alive:
             time.sleep(EVERY)
@@ -95,12 +97,6 @@ def _page(run: Run, *, last: bool) -> str:
         return portable(run._repr_html_())
     except Exception as error:
         return f"<p>{html.escape(f'{run.folder} has ended, and cannot be shown: {error}')}</p>" if last else ""
-
-
-def _update(view: _View, page: str) -> None:
-    from IPython.display import HTML
-
-    view.handle.update(HTML(page))
 
 
 def _button(run: Run) -> Callable[[], None] | None:
