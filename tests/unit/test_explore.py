@@ -248,8 +248,8 @@ def test_every_panel_answers_with_labelled_controls(spec: ModelSpec, kind: str) 
     panel = made(kind, spec)
     check_page(panel.static_html())
     assert panel.value is not None
-    assert panel.sentence in panel.panel._said.value.replace("&#x27;", "'")
-    assert 'aria-live="polite"' in panel.panel._said.value
+    assert panel.sentence in panel.panel._status.value.replace("&#x27;", "'")
+    assert 'aria-live="polite"' in panel.panel._status.value
     for name, control in panel.controls.items():
         assert control.description, name
         assert control.tooltip, name
@@ -294,7 +294,7 @@ def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: ModelSpec) ->
     panel.controls["sharding"].value = "fsdp"
     assert panel.value is None
     assert "needs at least 2 ranks to shard over" in panel.refusal
-    assert "needs at least 2 ranks to shard over" in panel.panel._said.value
+    assert "needs at least 2 ranks to shard over" in panel.panel._status.value
     assert "Traceback" not in panel.static_html()
     panel.set(sharding="zero9")
     assert panel.refusal.startswith("sharding 'zero9' is unknown")
@@ -331,7 +331,7 @@ def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> 
 
     panel = made("memory", spec)
     said, real = [], explorer.forecast
-    panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
+    panel.panel._status.observe(lambda change: said.append(change["new"]), names="value")
 
     def slow(*words: Any) -> Forecast:
         deadline = time.monotonic() + 20

@@ -215,7 +215,7 @@ CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", 
 
 
 def _changed_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe fields whose new values differ from the run's."""
+    """Describe the fields with other values than the run's."""
     before = {**was["run_config"], **was["train_config"], **was["strategy"], "processes": was["ranks"]}
     return [
         f"{flag(name)} {value} (it was {before.get(name)})"

@@ -19,10 +19,10 @@ class RunConfig:
     trust_remote_code: str | None = amount(
         None, "run the model's own code, of this full commit (of a folder: this sha256)"
     )
-    """As `describe` takes it. A run's folder alone never says it: resuming needs the flag again."""
+    """As `describe` takes it. A run's folder alone does not allow it: a resume needs the flag again."""
     data: str = amount(EMBEDDED, "text, JSONL, folder, dataset, or the embedded text")
-    """As `data.find_source` says."""
-    eval_data: str | None = amount(None, "data whose loss is reported")
+    """As `data.find_source` takes it."""
+    eval_data: str | None = amount(None, "held-out data to evaluate the loss on")
     """Evaluated every `eval_every` steps, and at the end."""
     eval_every: int = amount(0, "steps between evaluations; 0: at the end alone", least=0)
     """In optimizer steps."""

@@ -1,4 +1,4 @@
-"""How results look: one table, as text and as HTML by the templates beside this file. `Result` shows every result."""
+"""Tables as text and as HTML, by the templates in this folder. `Result`: the base class of results that show themselves."""
 
 from __future__ import annotations
 

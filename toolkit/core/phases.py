@@ -1,4 +1,4 @@
-"""Where a step is: `phase(name)` marks the beginning and the end, and tells whoever observes."""
+"""Phases of a step: `phase(name)` marks the beginning and the end of one, and calls the observers."""
 
 from __future__ import annotations
 

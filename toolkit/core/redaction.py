@@ -32,7 +32,7 @@ _PLACE = re.compile(r"(?:FILE|PATH|DIR)$")
 _OURS = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
 
 _VALUE = r"[^\s\"'\\,;&<>]{8,}"
-# What stands before a word that tells has a limit: without one there are texts that take time in the square of their length.
+# The text before a telling word has a limit: without one the time grows with the square of some texts.
 _SHAPES = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -81,7 +81,7 @@ def _escape(match: re.Match[str]) -> str:
 def redact(text: str) -> str:
     """Return `text` with `[redacted]` in place of every secret.
 
-    Secret are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
+    Secrets are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
     at least 8 characters), the Hub's token file, passwords in `.netrc`, and what has the shape of a well-known token.
     """
     return _redacted(text, _secrets_pattern())

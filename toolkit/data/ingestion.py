@@ -1,4 +1,4 @@
-"""Read a source once: its documents are checked, hashed, and kept as an Arrow file in the cache."""
+"""Read a source once: check and hash its documents, and store them as an Arrow file in the cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
 
 @contextlib.contextmanager
 def cache_errors(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a sentence. What fails while a source is read is a DataError already."""
+    """Convert a failed write into a DataError. A failed read is one already."""
     try:
         yield
     except OSError as error:

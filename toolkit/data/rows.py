@@ -47,7 +47,7 @@ class Rows(Result):
     tokens: int
     """Without padding."""
     trained_tokens: int
-    """Tokens that the model is asked to predict."""
+    """Tokens with a label."""
     truncated: int
     """Prompts and conversations longer than a row, which lost their end."""
     dropped: int
@@ -116,7 +116,7 @@ def find_rows(fingerprint: str) -> Rows | None:
     """Open the rows with this fingerprint if the cache has them.
 
     Raises:
-        DataError: for a folder with files that are not as long as it says.
+        DataError: for files of another length than recorded.
     """
     folder = cache_folder("data") / fingerprint
     if not folder.exists():
@@ -149,7 +149,7 @@ def prepare_data(
     Unchanged files are not read again. Ranks that come at once wait for the first.
 
     Args:
-        source: as `sources.find_source` says, or what `ingest` returned; None is the embedded text.
+        source: as `sources.find_source` takes it, or the result of `ingest`; None is the embedded text.
         tokenizer: as `models.tokenizer.load_tokenizer` returns it, with a token to pad with.
         mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.

@@ -58,7 +58,7 @@ class Encoder:
         that a prompt is the same tokens here and in generation.
 
         Raises:
-            DataError: for messages without a chat template, or one that cannot tell the assistant's turns.
+            DataError: for messages without a chat template, or one that does not mark the assistant's turns.
         """
         for kind, alike in groupby(documents, lambda document: document.kind):
             while some := list(islice(alike, BATCH)):
@@ -85,8 +85,8 @@ class Encoder:
     def _prompts(self, documents: list[Document]) -> Iterator[Encoded]:
         completions = map(self._with_eos, self._ids(documents, "completion", special=False))
         for prompt, completion in zip(self._ids(documents, "prompt"), completions, strict=True):
-            # Some tokenizers close every text. An encoder wants that; between prompt and completion it would be an end
-            # in the middle.
+            # Some tokenizers close every text. An encoder needs that; between prompt and completion it would end the
+            # document in the middle.
             if not self.seq2seq and prompt and prompt[-1] == self.eos:
                 prompt = prompt[:-1]
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
@@ -128,7 +128,7 @@ class Encoder:
 
 
 def _check_marks(messages: list[dict[str, str]], text: str, tokens: Any, where: str) -> None:
-    """Refuse a mask that covers what others say.
+    """Refuse a mask that covers messages of others.
 
     transformers marks everything to the end where a marked part ends in a character that became no token
     (`apply_chat_template`, `end_token`), as whitespace does with some tokenizers.

@@ -191,7 +191,7 @@ def _cpu(total: int, free: int) -> Device:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed asks, is true with either.
+    # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed calls, is true with either.
     half = ("fp16",) if re.search(r"\b(avx512_fp16|avx_ne_convert)\b", text) else ()
     name = model[1] if model else platform.processor() or platform.machine()
     return Device(

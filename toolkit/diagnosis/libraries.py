@@ -142,7 +142,7 @@ def _builder() -> Any:
 
 
 def _missing_to_load(built: bool) -> dict[str, str]:
-    """Return what an operator needs to be loaded, and the fix. A built one still asks ninja whether it is current."""
+    """Return what an operator needs to be loaded, and the fix. A built one still needs ninja, to check that it is current."""
     from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
     lacks = {}

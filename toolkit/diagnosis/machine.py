@@ -113,7 +113,7 @@ def hub() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise Outcome("n/a", "offline, as HF_HUB_OFFLINE says")
+        raise Outcome("n/a", "offline by HF_HUB_OFFLINE")
     if hub_reachable():
         return f"{constants.ENDPOINT} answers"
     fix = "Without a network: `hf download MODEL --local-dir FOLDER` elsewhere, and give the folder."

@@ -1,4 +1,4 @@
-"""`launch()` and `resume()`: runs whose supervisor has its own session. `attach()` and `runs()`: runs of other processes."""
+"""`launch()` and `resume()` start a supervisor in its own session. `attach()` and `runs()` open runs of other processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OWNERS: Mapping[str, type[Any]] = {
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
-"""Of variables that say which rank a process is, and how its run is sharded."""
+"""Environment variables of a launcher, by prefix and by name: the rank of a process, and its sharding."""
 
 
 def launch(
@@ -85,7 +85,7 @@ def launch(
         fields: of RunConfig, TrainConfig, RestartPolicy and Strategy: `steps=20`, `data="chat.jsonl"`, `model=spec`.
 
     Raises:
-        ToolkitError: for errors that are found before a process starts; `wait` raises the run's own.
+        ToolkitError: for an invalid request, before a process starts. `wait` raises the run's own errors.
     """
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
@@ -246,7 +246,7 @@ class Runs(Result):
         return Run(Path(self.entries[place]["folder"]))
 
     def tables(self) -> list[Table]:
-        """Name, status, strategy, how far it came."""
+        """Return name, status, strategy and progress of each run."""
         rows = [
             (
                 Path(entry["folder"]).name,
@@ -269,7 +269,7 @@ class Runs(Result):
 
 
 def attach(path: str | Path) -> Run:
-    """Return a run that this process did not launch, whether it continues or has ended.
+    """Return a run of another process, running or ended.
 
     `path` is its folder, or its name under `runs/`.
 

@@ -1,4 +1,4 @@
-"""What ended a run first, as an exception: the rank, where it was, and the last lines that it printed."""
+"""The first failure of a run as an exception: the rank, its place in the step, and the end of its log."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _WORKER_KILLED = re.compile(r"killed by signal: Killed")  # torch's DataLoader
 
 
 class RankDied(RunError):
-    """A rank, or the launcher, ended and was not asked to: no user's mistake."""
+    """A rank or the launcher ended unexpectedly. It is no user error."""
 
     exit_code = 1
 
 
 class RankHung(RankDied):
-    """A rank gave no sign of life, or did not come where the others waited for it."""
+    """A rank sent no heartbeat, or did not reach a point where the others waited for it."""
 
 
 def failure(
@@ -141,7 +141,7 @@ def _waited_for_another(
 ) -> bool:
     """Return whether the first error is only about waiting for another rank.
 
-    NCCL's watchdog ends its process by SIGABRT, and says why in the log.
+    NCCL's watchdog ends its process by SIGABRT and logs the reason.
     """
     if rank is None:
         return False

@@ -1,4 +1,4 @@
-"""`Run`: a run seen through its folder, from whatever process."""
+"""`Run`: the handle of a run in other processes, which reads the run's folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _POLL = 0.25
 """Seconds: a bar moves four times a second at most."""
 
 views: list[Callable[[Run], None]] = []
-"""What shows a run that is waited for: a notebook's kernel adds its live view."""
+"""Functions that show a run during `wait`: a notebook's kernel adds its live view."""
 
 
 class Run(Result):
@@ -52,20 +52,20 @@ class Run(Result):
     def __init__(
         self, folder: Path, strategy: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        """Open a run. `strategy` and `process` are known where it was launched; all else is in the folder."""
-        self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
+        """Open a run. The process that launched it passes `strategy` and `process`; the rest is in the folder."""
+        self.folder = folder.absolute()  # this process may change its working directory
         self._files = run_paths(self.folder)
         self._asked, self._process = strategy, process
         self._reading = threading.Lock()
         self._supervisor_output: IO[bytes] | None = None
         with contextlib.suppress(OSError):
-            # Open from now on: a new run that never began is removed with its folder, and its last words with it.
+            # Opened now: a run that does not begin is removed with its folder, and this log with it.
             self._supervisor_output = open_regular(self._files.supervisor_log)
             weakref.finalize(self, self._supervisor_output.close)
 
     @property
     def name(self) -> str:
-        """Its folder, from here if it lies below."""
+        """Its folder, relative to the working directory if it lies below that."""
         here = Path.cwd()
         return str(self.folder.relative_to(here) if here in self.folder.parents else self.folder)
 
@@ -82,7 +82,7 @@ class Run(Result):
         return self._look()[0]
 
     def _look(self) -> tuple[str, Progress, str]:
-        """Read status, figures and message at one moment: whether it is alive is asked once, as that takes its lock.
+        """Read status, figures and message at one moment. The check for a living supervisor takes the lock, so it runs once.
 
         The end comes from the supervisor that this `Run` started, or else from the folder.
         """
@@ -142,7 +142,7 @@ class Run(Result):
     def metrics(self) -> Any:
         """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed.
 
-        `bytes` are those of the rank that held most as the step began.
+        `bytes` are those of the rank with the most memory at the start of the step.
         """
         steps = [
             {**event, "bytes": max(rank_bytes(event)[1], default=0)} if "bytes" in event else event
@@ -160,7 +160,7 @@ class Run(Result):
         """`memory.json`: measured peaks by rank and phase, with the forecast. None before the end.
 
         Raises:
-            RunError: where it cannot be read.
+            RunError: for an unreadable file.
         """
         return read_memory(self._files, self._run_record())
 
@@ -168,7 +168,7 @@ class Run(Result):
         """Return what a rank printed: the last 16 MiB.
 
         Raises:
-            RunError: for a rank that has printed nothing, or that there is not.
+            RunError: for a rank without a log.
         """
         log = self._files.log(rank)
         try:
@@ -286,7 +286,7 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """The waiting ended, and nothing else."""
+    """An interrupt that ended the waiting; the run continues."""
 
     def _render_traceback_(self) -> list[str]:
         """Return a plain message for IPython, without frames."""

@@ -45,7 +45,7 @@ from toolkit.training.setup import STRATEGY, check_ranks
 def run_script(
     path: Path, target: Target, strategy: Strategy, ranks: int, machine: Hardware, *, resume: bool = False
 ) -> None:
-    """Run `target` in `ranks` processes, with `tk.accelerator()` in them as the strategy says, to its end.
+    """Run `target` in `ranks` processes to its end. `tk.accelerator()` in them follows the strategy.
 
     Raises:
         ToolkitError, Stopped: as `supervise`.
@@ -53,7 +53,7 @@ def run_script(
     check_ranks(machine, ranks)
     job, chosen = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
     with enter(path, resume=resume, token=new_token()) as entered, reported(path):
-        folder = dataclasses.replace(entered, created=False)  # its output explains more than a message, and stays
+        folder = dataclasses.replace(entered, created=False)  # keep a failed run: its output explains the failure
         earlier = read_run_json(path).get("attempts", []) if resume else []
         record = {
             "strategy": chosen,
@@ -79,11 +79,11 @@ def run_script(
 
 
 def host(path: Path, target: Target) -> int:
-    """Run the target as this rank; its exit code. What ends it otherwise is left for the supervisor."""
+    """Run the target as this rank and return its exit code. Record its error for the supervisor."""
     rank = int(os.environ.get("RANK", "0"))
     with enter(path, resume=True) as folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
-        os.environ[RUN_DIR] = str(path.absolute())  # the target may go elsewhere
+        os.environ[RUN_DIR] = str(path.absolute())  # the target may change its working directory
         with folder.room_for_error(rank):
             try:
                 _run(folder, target)

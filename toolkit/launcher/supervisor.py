@@ -22,7 +22,7 @@ from toolkit.training.oom import memory_kills
 from toolkit.training.resumption import resume_hint
 
 STOP_SECONDS = 40.0
-"""What ranks without heartbeats have to end by themselves: torch elastic gives them 30 s, then kills them."""
+"""Grace period of ranks without heartbeats, in seconds: torch elastic kills them after 30 s."""
 
 STEP_SECONDS = 20.0
 """Seconds for the current step after a stop signal, in addition to twice the duration of such a step."""
@@ -37,7 +37,7 @@ class Stopped(Exception):
     """SIGINT or SIGTERM reached the supervisor, and the run has ended."""
 
     def __init__(self, number: int, then: str = "") -> None:
-        """Create the exception. `number`: the signal's; `then`: a sentence on what is left, and how to continue."""
+        """Create the exception. `number`: the signal's; `then`: a sentence on the last checkpoint and how to continue."""
         super().__init__(f"stopped by {signal.Signals(number).name}" + (f". {then}" if then else ""))
         self.exit_code = 128 + number
 
@@ -111,7 +111,7 @@ class _Attempt:
         self.folder, self.launcher, self.stop, self.watch = folder, launcher, stop, watch
         self._failed_at: float | None = None
         self.cut_at = float("inf")
-        """When this process killed the ranks that were left."""
+        """When this process killed the remaining ranks, in seconds since 1970."""
         self._passed_on_at: float | None = None
         self._step_seconds = 0.0
 
@@ -145,7 +145,7 @@ class _Attempt:
             self.launcher.kill()
 
     def _signal_ranks(self, number: int) -> None:
-        """Signal the ranks themselves: the launcher would give them 30 s. While they load, they end at once."""
+        """Signal the ranks, not the launcher, which would wait 30 s. Ranks that are still loading are killed."""
         if self.watch is None:
             self.launcher.send_signal(number)
         elif self.watch.listens():
@@ -209,7 +209,7 @@ def _start(
         return subprocess.Popen(
             command,
             env={**defaults, **os.environ, **SAFE_PATH, **environ, TOKEN: folder.token},
-            stdin=subprocess.DEVNULL,  # a library that asks would stop a group in the background for good
+            stdin=subprocess.DEVNULL,  # a prompt would stop a process group in the background
             stderr=log,
             process_group=0,  # a terminal's Ctrl-C reaches the supervisor only, which passes it on once
         )

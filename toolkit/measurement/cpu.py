@@ -1,4 +1,4 @@
-"""The allocator's truth on CPU: every change of its total, over a window, cut by the phases."""
+"""Peaks on CPU: every change of the allocator's total, over a window, by phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.core.phases import observe, phase
 from toolkit.measurement.window import STEPS, Measured, PhasePeaks, Window
 
 NOTE = "toolkit-note/"
-"""Marks an allocation of one byte that is made only for the allocator to say its total."""
+"""Name prefix of one-byte allocations, at which the profiler records the allocator's total."""
 
 BUSY = "another torch profiler was running, and two at once take each other's events"
 NO_SAVE = "the save's peak is missing"
@@ -32,7 +32,7 @@ class _Recording:
     torch's profiler, which keeps the count after each call. Source: c10/core/CPUAllocator.cpp,
     `ProfiledCPUMemoryReporter`. The profiler keeps no operators: they would cost about a kilobyte of host memory each,
     gigabytes with many layers and micro-batches. Threads that torch did not start from this one are counted, but their
-    calls are not kept: a peak that comes and goes on them between two calls of this one is not seen.
+    calls are not recorded: a short peak on them between two calls of this thread is missed.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class CpuWindow(Window):
                 self.peaks.add(self.live[-1] + max(total for total, _ in totals))
 
     def result(self) -> Measured:
-        assert self._recording is None, "close the window before its result is asked for"
+        assert self._recording is None, "close the window before its result is read"
         return super().result()
 
 

@@ -27,7 +27,7 @@ class Measured(Result):
     device: str
     """`cpu` or `cuda`."""
     peak_bytes: int | None
-    """The highest total over all phases; None where nothing was measured, and `reason` says why."""
+    """The highest total over all phases; None if nothing was measured, with the reason in `reason`."""
     peak_phase: str | None
     phases: Mapping[str, int] = field(default_factory=dict)
     """The highest total within each phase that was seen. What lies between two phases belongs to the one before."""
@@ -36,15 +36,15 @@ class Measured(Result):
     live_steps: tuple[int, ...] = ()
     """The same for each measured step."""
     reserved_bytes: int | None = None
-    """The most that CUDA's caching allocator held; None on CPU."""
+    """The most bytes reserved by CUDA's caching allocator; None on CPU."""
     device_bytes: int | None = None
-    """The most that NVML saw this process hold, CUDA context included; None on CPU, and where NVML does not say."""
+    """The most bytes of this process by NVML, CUDA context included; None on CPU, and where NVML lists none."""
     rss_bytes: int
     """Resident bytes of the process: with libraries, mapped files and the C library's free memory."""
     rss_peak_bytes: int
     """The highest resident set since the process started; on CPU reading the window is in it, 2 KB an allocation."""
     seconds: float = 0.0
-    """What measuring cost: to start, stop and read. On CPU the steps within the window run a few percent slower too."""
+    """Time to start, stop and read the measurement. On CPU the steps within the window also run a few percent slower."""
     reason: str | None = None
     """Why nothing was measured, or what is missing."""
 

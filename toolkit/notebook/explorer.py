@@ -77,7 +77,7 @@ class Explorer:
         """Why it cannot be, in a sentence."""
         self.controls: dict[str, Any] = {}
         self.panel: Any = None
-        """The widget that holds the controls; None where they cannot be made."""
+        """The widget with the controls; None without ipywidgets."""
         self._shown: Any = None
         """The display of all cells that show the answer; None before the first does."""
         self._ahead: subprocess.Popen[bytes] | None = None
@@ -87,7 +87,7 @@ class Explorer:
 
             self.panel = Panel(KINDS[kind][1], choices(kind, state), self.set)
             self.controls = self.panel.controls
-            self.panel.say(self.sentence)
+            self.panel.announce(self.sentence)
 
     @property
     def sentence(self) -> str:
@@ -95,7 +95,7 @@ class Explorer:
         return self.refusal or str(getattr(self.value, "reason", ""))
 
     def set(self, **values: Any) -> None:
-        """Ask for something else, as a moved control does.
+        """Change values, as a moved control does.
 
         Raises:
             ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
@@ -112,14 +112,14 @@ class Explorer:
                     self.panel.move(choice)
             with self.panel.busy():
                 self._answer()
-            self.panel.say(self.sentence)
+            self.panel.announce(self.sentence)
         if self._shown is not None:
             self._shown.update(_html(self.static_html()))
             if values.keys() != {"seq_len"}:
                 self._look_ahead()
 
     def _answer(self) -> None:
-        """Answer the state's question. A refusal is an answer, too: a panel shows no traceback."""
+        """Compute the answer to the state's request. An impossible request sets `refusal`: a panel shows no traceback."""
         self.value, self.refusal = None, ""
         try:
             self.value = KINDS[self.kind][0](self.state)
@@ -155,8 +155,8 @@ class Explorer:
     def _ipython_display_(self) -> None:
         """Show controls and answer as two outputs: the answer stays when the controls' kernel is gone.
 
-        A page with ipywidgets and without that kernel says of a widget that its model is not found, whatever else is in
-        the same output.
+        A page with ipywidgets and without that kernel shows «model not found» for a widget, and hides the rest of its
+        output.
         """
         from IPython.display import display
 
@@ -208,7 +208,7 @@ def explore(
     against: Strategy | None = None,
     run: Any = None,
 ) -> Explorer:
-    """Return a panel whose controls change a forecast's request. It shows itself in a notebook.
+    """Return a panel with controls that change a forecast's request. It shows itself in a notebook.
 
     Args:
         kind: `memory` (bytes by part and the limit), `compare` (two strategies), `timeline` (a step phase by phase), or

@@ -20,7 +20,7 @@ from toolkit.models import ModelSpec, describe
 
 HERE = "this machine"
 SECOND = "against_"
-"""What stands before the name of a control of the second strategy."""
+"""Prefix of the names of the second strategy's controls."""
 
 NODE = 8
 """Devices of a node, where there are more."""
@@ -56,11 +56,11 @@ class Choice:
     help: str
     values: tuple[Any, ...]
     value: Any
-    """Where it stands."""
+    """The current value."""
     slides: bool = False
     """Whether it is a slider: numbers in their order."""
     quick: bool = False
-    """Whether every answer is there at once, since nothing has to be traced for it."""
+    """Whether no value needs a new trace, so that each answer is immediate."""
     group: str = ""
     """The strategy that it belongs to, in a panel with two."""
 
@@ -72,16 +72,16 @@ class ExplorerState:
     models: Mapping[str, ModelSpec]
     here: Hardware
     named: str
-    """What `here` is called."""
+    """The name of `here` among the choices."""
     implied: bool
-    """Whether a shell, too, begins from `here` where no machine is named."""
+    """Whether a shell command without a machine means `here`, too."""
     base: Strategy
     second: Strategy
     batch: TrainConfig
     values: Mapping[str, Any]
     """Control → value."""
     began: Mapping[str, Any]
-    """Where they stood at first."""
+    """The first values."""
     run: str | None = None
     """The folder of a run to show with the forecast."""
 
@@ -288,7 +288,7 @@ def command(kind: str, state: ExplorerState) -> str:
 
 
 def _model_word(state: ExplorerState) -> list[str]:
-    """Return the model's words in a shell; a config that was made in Python has none until it is saved."""
+    """Return the model's words in a shell; a config from Python has none until it is saved."""
     name = state.spec.name
     if name == EMBEDDED or (state.run is not None and state.values["model"] == state.began["model"]):
         return []

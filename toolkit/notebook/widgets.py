@@ -35,14 +35,14 @@ class Panel:
         """Make a widget for each choice; `moved` is called with its name and its new value."""
         self._moved, self._own = moved, False
         self.controls = {choice.name: self._control(choice) for choice in choices}
-        self._said = ipywidgets.HTML()
+        self._status = ipywidgets.HTML()
         groups = []
         for group, title in GROUPS.items():
             inside = [self.controls[choice.name] for choice in choices if choice.group == group]
             named = [ipywidgets.HTML(f"<strong>{title}</strong>")] if title and inside else []
             row = ipywidgets.Box(inside, layout=ipywidgets.Layout(flex_flow="row wrap", grid_gap="2px 14px"))
             groups += [*named, row] if inside else []
-        self.box = ipywidgets.VBox([ipywidgets.HTML(f"<h3>{html.escape(heading)}</h3>"), *groups, self._said])
+        self.box = ipywidgets.VBox([ipywidgets.HTML(f"<h3>{html.escape(heading)}</h3>"), *groups, self._status])
 
     def _control(self, choice: Choice) -> Any:
         options = {"value": choice.value, "description": choice.label, "tooltip": choice.help}
@@ -60,7 +60,7 @@ class Panel:
             self._moved(**{name: value})
 
     def move(self, choice: Choice) -> None:
-        """Put a control where the program says, without calling back; a word that it does not know leaves it."""
+        """Set a control from the program, without calling back. An unknown word changes nothing."""
         control, self._own = self.controls[choice.name], True
         try:
             with contextlib.suppress(TraitError):
@@ -71,15 +71,15 @@ class Panel:
         finally:
             self._own = False
 
-    def say(self, sentence: str, *, visible: bool = False) -> None:
+    def announce(self, sentence: str, *, visible: bool = False) -> None:
         """Show a sentence: read out politely by screen readers, and visible above the picture or here."""
         style = "" if visible else f' style="{UNSEEN}"'
-        self._said.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
+        self._status.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """Show a note if an answer takes longer than a moment."""
-        late = threading.Timer(MOMENT, self.say, [BUSY], {"visible": True})
+        late = threading.Timer(MOMENT, self.announce, [BUSY], {"visible": True})
         late.start()
         try:
             yield

@@ -157,7 +157,7 @@ def report(path: str | Path) -> Report:
     """Return the report of a run's folder, also of a running, stopped or failed run.
 
     Raises:
-        RunError: for a folder that holds no run, and a file in it that cannot be read, or says what no run does.
+        RunError: for a folder without a run, and for an unreadable or invalid file in it.
     """
     folder = run_paths(path)
     about = redact_all(read_run_json(folder.path))

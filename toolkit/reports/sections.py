@@ -112,7 +112,7 @@ def _outcome(run: Report) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
     words = f"{run.words} {run.then}".strip() if run.then not in run.words else run.words
-    title = "How it goes" if run.status == "running" else "How it ended"
+    title = "Progress" if run.status == "running" else "How it ended"
     return Section(title=title, words=words[:1].upper() + words[1:])
 
 

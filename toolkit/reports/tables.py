@@ -66,11 +66,11 @@ def ratio(expected: float | None, measured: float | None) -> str:
 def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> Table:
     """Return a rank's bytes at its peak, forecast and measured, with their picture.
 
-    What no audit can tell apart is measured as one, `transient`, and forecast part by part.
+    Parts that no audit separates are measured as one, `transient`, and forecast one by one.
 
     Args:
-        forecast: as `Forecast.to_dict` says it, or None.
-        measured: as `memory.json` says it, or None.
+        forecast: the result of `Forecast.to_dict`, or None.
+        measured: from `memory.json`, or None.
     """
     device = forecast["device"] if forecast else {"parts": {}, "peak_bytes": None}
     expected: dict[str, int] = {part: size for part, size in device["parts"].items() if size}

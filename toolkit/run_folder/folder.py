@@ -42,7 +42,7 @@ class Inside:
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A run's folder, held by this process until `leave()` or its end. Made by `enter`."""
+    """A run's folder, locked by this process until `leave()` or its end. Returned by `enter`."""
 
     path: Path
     token: str
@@ -128,7 +128,7 @@ class Folder:
         kinds = {"type": str, "message": str, "time": int | float, "tick": int | float, "host": str}
         errors = {}
         for path in self.logs.glob("rank-*.error.json"):
-            with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
+            with contextlib.suppress(OSError, ValueError):  # an unreadable file is ignored
                 error = read_json(path)
                 check_fields(error, kinds)
                 if set(kinds) <= set(error):
@@ -150,11 +150,11 @@ class Folder:
         return self.logs / f".rank-{rank}.spare"
 
     def leave(self) -> None:
-        """Let the next run in."""
+        """Unlock the folder for the next run."""
         os.close(self.lock)
 
     def discard(self, *, shared: bool = False) -> None:
-        """Remove a new run that has nothing to show, unless its folder holds a file of the user's.
+        """Remove a new run without results, unless its folder holds a file of the user's.
 
         Args:
             shared: another rank of the run may have made the folder, and may be removing it at the same time.
@@ -251,10 +251,10 @@ def check_new(path: str | Path | None) -> None:
 
 
 def check_place(path: str | Path) -> None:
-    """Refuse early a folder that could not be made, or not be written into. Writes nothing.
+    """Refuse a folder that cannot be made or written, before a run starts. Writes nothing.
 
     Raises:
-        RunError: with the place that is in the way.
+        RunError: with the file or folder in the way.
     """
     path = expand_user(path)
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -273,7 +273,7 @@ def new_path(root: str | Path, word: str) -> Path:
     """Make an empty folder for a run: `runs/20261121-0930-zero3`, with a number behind it where that exists.
 
     Raises:
-        RunError: where none can be made.
+        RunError: for a failed attempt to make it.
     """
     stem = expand_user(root) / f"{time.strftime('%Y%m%d-%H%M')}-{word}"
     number = 0

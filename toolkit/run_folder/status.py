@@ -24,7 +24,7 @@ from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
 RECENT = 20
-"""Steps whose median is the current speed."""
+"""Steps of which the median is the current speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +254,7 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
 def _memory(progress: Progress) -> str:
     """Draw each rank's memory next to the forecast's peak, with the limit.
 
-    What a CPU's rank has resident counts Python and its libraries, which a forecast does not, and says so.
+    The resident memory of a CPU rank includes Python and its libraries, and a forecast does not: the label names that.
     """
     if not progress.bytes_per_rank:
         return ""
