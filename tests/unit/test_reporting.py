@@ -170,7 +170,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         with beat.listening():
             found = tk.report(run.path)
             assert found.status == "running"
-            assert "It goes on. Rank 0 was in step 4." in str(found)
+            assert "It is running. Rank 0 was in step 4." in str(found)
     assert tk.report(run.path).status != "running"
 
 

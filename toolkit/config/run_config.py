@@ -45,18 +45,18 @@ class RunConfig:
     save_every: int = amount(0, "steps between checkpoints; 0: by time alone", least=0)
     """In optimizer steps."""
     save_seconds: float = amount(1800.0, "seconds between checkpoints; 0: by steps alone", least=0)
-    """Whichever comes first. Where both are 0 there are no checkpoints at all."""
+    """Together with `save_every`: the earlier one counts. If both are 0 there are no checkpoints."""
     keep: int = amount(2, "complete checkpoints to keep", least=1)
     """The newest ones."""
     workers: int = amount(0, "processes that a rank loads its batches in; 0: none", least=0)
     """Order and values do not depend on it."""
     timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung", least=1)
-    """Of a rank's heartbeat, and of every rank in a collective that waits for another."""
+    """Also the time limit of every collective."""
 
     def __post_init__(self) -> None:
         validate(self)
 
     @property
     def checkpoints(self) -> bool:
-        """Whether the run writes any: also at its end, and where it is stopped."""
+        """Whether the run writes any, which it also does at its end and at a stop."""
         return bool(self.save_every or self.save_seconds)

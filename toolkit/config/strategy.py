@@ -43,7 +43,7 @@ class Sharding:
     shards: str
     """The states that are sharded, as text."""
     aliases: tuple[str, ...] = ()
-    """What FSDP1 calls it."""
+    """Its names in FSDP1."""
     offload: tuple[str, ...] = ("none",)
     adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
     precision: tuple[str, ...] = ("auto", *PRECISIONS)
@@ -52,11 +52,11 @@ class Sharding:
     buckets: tuple[str, ...] = ()
     """The fields of `BUCKETS` that it takes: the others have no such buffer there."""
     data_parallel: str = "shard"
-    """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
+    """Relation of data-parallel ranks: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
     smaller: tuple[str, ...] = ("fsdp", "zero3")
     """Shardings that hold less on a rank, the one that holds least first."""
     usual: bool = False
-    """Whether it stands for its engine where one sharding of each engine is shown."""
+    """Whether it represents its engine in views with one sharding of each engine."""
 
     @property
     def hybrid(self) -> bool:

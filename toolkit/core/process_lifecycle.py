@@ -19,7 +19,7 @@ LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 
 _OURS = "set by accelerate-toolkit"
 SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
-"""What keeps a child from importing files of the folder that it is started in; any word does. A user's own setting stays."""
+"""Variable that stops a child from importing files of its working directory; any value works. A user's own setting stays."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 0.5
@@ -120,7 +120,7 @@ def _die_with(parent: int) -> None:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a request: recorded, so that a step can end and a checkpoint be published, and obeyed then.
+    """SIGTERM and SIGINT as a request: recorded, so that the step can end and a checkpoint be published first.
 
     A context for the main thread. Python allows no other thread to handle signals; there it does nothing.
     """
@@ -128,7 +128,7 @@ class StopSignal:
     number: int | None = None
     """The first signal that came."""
     again = False
-    """Whether another one followed: launchers send one after a terminal has."""
+    """Whether a second signal followed the first."""
     listening = False
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -14,7 +14,7 @@ from toolkit.core.units import ceil_div
 from toolkit.data.rows import Rows
 
 SHOWN_ROWS, SHOWN_TOKENS, LISTED_ROWS = 8, 12, 32
-"""Of how many of a step's samples a message shows the text, how much of it, and how many it names at all."""
+"""In a message on a step's samples: the rows with text, the tokens of each text, and the rows with a number."""
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from toolkit.data.files import Document, documents
 from toolkit.data.sources import Source, find_source
 
 FORMAT = 3
-"""Of the cached documents. Raise it when their columns or checks change."""
+"""Version of the cached documents. Raise it when their columns or checks change."""
 
 BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
 """A record batch of the Arrow file ends at either of them; a process tokenizes one at a time."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 META = "meta.json"
 
 FORMAT = 1
-"""Of the cached rows. Raise it when their content changes, so that older rows are not taken for new ones."""
+"""Version of the cached rows. Raise it when their content changes, so that older rows are not taken for new ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Rows(Result):
     """A data set, ready to train on: rows of `seq_len` tokens. A sample's id is its row's index."""
 
     folder: Path
-    """Where `input_ids.bin` and the other columns lie: little-endian int32 [count, seq_len]."""
+    """The folder of `input_ids.bin` and the other columns: little-endian int32 [count, seq_len]."""
     fingerprint: str
     """sha256 of the data's bytes, the tokenizer, the settings and this format: equal fingerprints, equal rows."""
     count: int

@@ -1,4 +1,4 @@
-"""Where data are: a name given as `--data` → its files, those that a folder leaves out, or rows of the `datasets` library."""
+"""Sources of data: a name given as `--data` → its files, the excluded files of a folder, or rows of the `datasets` library."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the documents are: files of text and JSONL, or rows of the `datasets` library."""
+    """A source of documents: files of text and JSONL, or rows of the `datasets` library."""
 
     name: str
     """As the user wrote it."""
@@ -61,7 +61,7 @@ class Source:
     dataset: Any = None
     """The open dataset of a Hub id."""
     summary: str = ""
-    """Of a folder: which files are read and which are left out."""
+    """Of a folder: the files that are read and those that are left out."""
 
     def where(self, file: int, line: int) -> str:
         """Return a document's place for messages: its file and line (of a text: 0), or its row in a dataset."""

@@ -190,7 +190,7 @@ PROCESS_BYTES = 32 << 20
 """Bytes of documents for each process: fewer cost less time than another process."""
 
 _work: tuple[Contents, Encoder]
-"""What a process encodes; set as it starts."""
+"""The documents and the encoder of a worker process; set as it starts."""
 
 
 def tokenize(contents: Contents, encoder: Encoder) -> Iterator[Encoded]:

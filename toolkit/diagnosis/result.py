@@ -28,7 +28,7 @@ class Finding:
     """`ok`; `missing`: not there, and something cannot be done without it; `broken`: there and not working; `n/a`."""
     detail: str
     fix: str = ""
-    """What to do, if anything."""
+    """The fix, if there is one."""
 
     @property
     def failed(self) -> bool:
@@ -49,7 +49,7 @@ class Ability:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis(Result):
-    """What works on this machine, what does not and why."""
+    """The checks of this machine, and its support for a Strategy's values."""
 
     findings: tuple[Finding, ...]
     abilities: tuple[Ability, ...]
@@ -89,7 +89,7 @@ class Environment(Result):
     """ISO 8601, with the offset from UTC."""
     hardware: Hardware
     cores: int
-    """Of the processor, that this process may use."""
+    """Processor cores of this process."""
     versions: Mapping[str, str | None]
     """Versions of Python and the libraries; None for a library that is not installed."""
 

@@ -1,4 +1,4 @@
-"""Which values of a Strategy's fields run here, by the checks, and why others do not."""
+"""Support of this machine for each value of a Strategy's fields, by the checks, with the reasons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Support:
     def __init__(self, machine: Hardware, failed: dict[str, str]) -> None:
         self.machine, self.device = machine, machine.device
         self.failed = failed
-        """What each check that failed reports."""
+        """Failed check → its detail."""
 
     def sharding(self, word: str) -> tuple[bool, str]:
         strategy = Strategy(sharding=word, dp_replicate=2 if SHARDINGS[word].hybrid else 1)

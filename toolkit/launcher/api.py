@@ -44,7 +44,7 @@ from toolkit.training.metrics import RUN_DIR
 from toolkit.training.setup import STRATEGY, choose_ranks, print_default
 
 CLAIM_SECONDS = 1.0
-"""How long a launch waits for another run's processes to leave the folder."""
+"""Time limit for another run's processes to leave the folder."""
 
 OWNERS: Mapping[str, type[Any]] = {
     "run_config": RunConfig,

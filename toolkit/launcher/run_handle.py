@@ -113,7 +113,7 @@ class Run(Result):
 
     @property
     def _is_last(self) -> bool:
-        """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
+        """Whether the folder has had no later supervisor, from this process or from a shell."""
         last = supervisor_of(self.folder)  # a new run that never began was removed with its folder
         return self._process is not None and (last is None or bool(last["pid"] == self._process.pid))
 
@@ -135,7 +135,7 @@ class Run(Result):
 
     @property
     def progress(self) -> Progress:
-        """How far it is, next to the forecast."""
+        """The current step, loss, speed and memory, next to the forecast."""
         return self._look()[1]
 
     @property
@@ -198,7 +198,7 @@ class Run(Result):
                     raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
         except KeyboardInterrupt:
             raise _Interrupted(
-                f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
+                f"waiting has ended; the run in {self.name} continues. `toolkit stop {self.name}` or run.stop() stops it."
             ) from None
         status, _, message = self._look()
         if status == "failed":

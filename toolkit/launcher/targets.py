@@ -41,7 +41,7 @@ class Target:
     arguments: tuple[str, ...] = ()
     """Command line of a module or a script."""
     sha256: str = ""
-    """Of the file that holds a function: only this one is run."""
+    """Digest of a function's file: no other file is run."""
 
     @property
     def words(self) -> list[str]:

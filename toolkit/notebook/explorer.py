@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
     "timeline": (_timeline, "A step, phase by phase"),
     "precision": (_precision, "Who keeps what in which dtype"),
 }
-"""What can be explored: the function that answers, and a heading."""
+"""Kind of panel → the function of its answer, and its heading."""
 
 BESIDE = ("timeline", "precision")
 """The kinds that show a run with its forecast."""

@@ -33,7 +33,7 @@ NAMES = {
     "timeline": ("model", "device", "devices", *SHARDED, *BATCH),
     "precision": ("model", "device", "precision", "adapter"),
 }
-"""Which controls each panel has: those that its answer depends on."""
+"""Kind of panel → its controls: those that the answer depends on."""
 
 LABELS = {
     "devices": ("devices", "how many devices, one rank each; more than eight are on nodes of eight"),

@@ -100,7 +100,7 @@ class Slider(anywidget.AnyWidget):
     spelled = List(Unicode()).tag(sync=True)
     index = Int().tag(sync=True)
     continuous_update = Bool().tag(sync=True)
-    """Whether it calls while it is dragged, or once it is let go."""
+    """Whether it calls back while it is dragged, or at its release only."""
     value = AnyValue()
 
     def __init__(self, options: list[tuple[str, Any]], value: Any, **traits: Any) -> None:

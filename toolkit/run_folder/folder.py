@@ -27,7 +27,7 @@ CLAIM = "TOOLKIT_RUN_CLAIM"
 """The environment variable of a supervisor that inherits its folder's lock: descriptor, token, whether the run is new."""
 
 SPARE = 8192
-"""Bytes that each rank keeps free for the words in which it ends."""
+"""Bytes that each rank reserves for its error file."""
 
 
 class Inside:
@@ -71,15 +71,15 @@ class Folder:
     logs = Inside("logs")
     """The logs of the processes."""
     launcher_log = Inside("logs/launcher.log")
-    """What `accelerate launch` prints."""
+    """The output of `accelerate launch`."""
     exits = Inside("logs/failures.json")
     """The launcher's record of how ranks ended."""
     supervisor_log = Inside("logs/supervisor.log")
-    """Of a supervisor in its own session: restarts, and how the run ended."""
+    """The output of a supervisor in its own session: restarts, and the end of the run."""
     function = Inside("logs/function.pkl")
     """A shipped function."""
     end = Inside("logs/end.json")
-    """How the last attempt ended, by its supervisor; missing where it finished."""
+    """The end of the last attempt, by its supervisor; no file if it finished."""
 
     def log(self, rank: int) -> Path:
         """Return the log of a rank."""

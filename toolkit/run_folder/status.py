@@ -1,4 +1,4 @@
-"""How far a run is, how it ended, and its page: read from its folder, also while it runs or after a failure."""
+"""Progress, outcome and page of a run, read from its folder, also during the run or after a failure."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Progress:
     bytes_per_rank: tuple[int, ...] = ()
     """Current memory of each rank: allocated on CUDA, resident on a CPU."""
     bytes_are: str = "resident"
-    """Which of the two."""
+    """`allocated` or `resident`."""
     forecast_bytes: int | None = None
     """The forecast's peak of a rank."""
     limit_bytes: int | None = None
     """The memory of a rank."""
     stall_seconds: float | None = None
-    """How long the steps have waited for checkpoints, in all; None before the first."""
+    """Total time that steps waited for checkpoints; None before the first."""
 
     def _figures(self) -> list[tuple[str, str]]:
         """Return the known figures, each with its label."""
@@ -171,12 +171,12 @@ def read_memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the status of a run that has begun, in a word, and its message."""
+    """Return the status and the message of a run that has begun."""
     beats = list(read_beats(folder.logs).values())
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        return "running", "It goes on. " + " ".join(
+        return "running", "It is running. " + " ".join(
             _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
         )
     if (message := _supervisor_message(folder, about)) is not None:
