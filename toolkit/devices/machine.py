@@ -138,8 +138,8 @@ def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
 
     Args:
         root: where control groups are mounted.
-        own: the file that says which are this process's. A container often sees another path than the one written here:
-            what does not exist is passed over, and the root, which is then its own, is always looked at.
+        own: the file that lists this process's groups. A container often sees other paths: a missing one is skipped, and
+            the root, which is then its own group, is always read.
     """
     files = {
         "": ("memory.max", "memory.current", "inactive_file"),
@@ -188,8 +188,7 @@ def _this_machine() -> Hardware:
 
 def _cpu(total: int, free: int) -> Device:
     """Return this CPU. bf16 runs on every CPU, fp16 (under DeepSpeed) with oneDNN; FlexAttention has no backward."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    text = Path("/proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed calls, is true with either.
     half = ("fp16",) if re.search(r"\b(avx512_fp16|avx_ne_convert)\b", text) else ()
@@ -321,8 +320,7 @@ def _cuda(
     half = (("bf16",) if number >= (8, 0) else ()) + (("fp16",) if number >= (7, 0) else ())
     flash = {"flash_attention_3": number[0] == 9, "flash_attention_2": number >= (8, 0), "varlen": number >= (8, 0)}
     runs = [kernel for kernel, able in flash.items() if able]
-    # What is not installed here may be on a machine that is only named. It stands behind: nothing takes it unasked.
-    # So does torch's kernel, which may be missing there.
+    # A named machine may have other kernels. They come last, as torch's own does there: only a request by name takes them.
     here = [kernel for kernel in runs if _installed(kernel) and not (named and kernel == "varlen")]
     elsewhere = [kernel for kernel in runs if named and kernel not in here]
     return Device(
