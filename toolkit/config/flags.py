@@ -80,11 +80,6 @@ MAX_METAVAR = 60
 """Characters of a flag and its values in one line of help; more values stand in its text."""
 
 
-def section(owner: type[Any]) -> str:
-    """Return the JSON key of a dataclass of fields: `TrainConfig` → `train_config`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__).lower()
-
-
 def flag(name: str) -> str:
     """Return a field's flag: `"micro_batch"` → `"--micro-batch"`."""
     return "--" + name.replace("_", "-")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit.config.flags import amount, validate
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
 
 EMBEDDED = "embedded"
 """The name of the model and of the data that are used where none are named."""
@@ -60,3 +64,7 @@ class RunConfig:
     def checkpoints(self) -> bool:
         """Whether the run writes any, which it also does at its end and at a stop."""
         return bool(self.save_every or self.save_seconds)
+
+
+SECTIONS: Mapping[str, type[Any]] = {"run_config": RunConfig, "strategy": Strategy, "train_config": TrainConfig}
+"""Key in `run.json` → the dataclass of its fields."""

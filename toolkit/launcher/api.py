@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.flags import from_dict, spell, to_flags
-from toolkit.config.run_config import EMBEDDED, RunConfig
+from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, StrategyError, nearest
@@ -46,12 +45,7 @@ from toolkit.training.setup import STRATEGY, choose_ranks, print_default
 CLAIM_SECONDS = 1.0
 """Time limit for another run's processes to leave the folder."""
 
-OWNERS: Mapping[str, type[Any]] = {
-    "run_config": RunConfig,
-    "strategy": Strategy,
-    "train_config": TrainConfig,
-    "restart_policy": RestartPolicy,
-}
+OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartPolicy}
 """Owners of the fields that `launch` takes."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")

@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import differing, from_dict, section, spell, to_flags
-from toolkit.config.run_config import RunConfig
+from toolkit.config.flags import differing, from_dict, spell, to_flags
+from toolkit.config.run_config import SECTIONS
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user, open_regular, read_events, write_whole
 from toolkit.core.charts import figure
 from toolkit.core.display import Result, Table, markup, render
@@ -89,8 +88,7 @@ class Report(Result):
         if target is not None:
             return _target_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
         try:
-            owners = (from_dict(kind, about[section(kind)]) for kind in (RunConfig, Strategy, TrainConfig))
-            words = to_flags(*owners)
+            words = to_flags(*(from_dict(kind, about[name]) for name, kind in SECTIONS.items()))
         except StrategyError:  # of another version, which had other fields
             words = spell({**about["run_config"], **about["strategy"], **about["train_config"]})
         return " ".join(["toolkit train --processes", str(about["ranks"]), *map(shlex.quote, words)])

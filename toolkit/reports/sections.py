@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.flags import section
-from toolkit.config.run_config import RunConfig
-from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.run_config import SECTIONS
 from toolkit.core.charts import curve
 from toolkit.core.display import Table
 from toolkit.core.redaction import MARK
@@ -122,9 +119,9 @@ def _settings(run: Report) -> Section:
     samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
     tokens = (about.get("data") or {}).get("trained_tokens", 0)
     tables = [
-        _changed_settings(Strategy, about, ("ranks", str(about["ranks"]))),
-        _changed_settings(TrainConfig, about, ("global batch", f"{samples} samples")),
-        _changed_settings(RunConfig, about, ("trained tokens of the data", format_count(tokens))),
+        _changed_settings("strategy", about, ("ranks", str(about["ranks"]))),
+        _changed_settings("train_config", about, ("global batch", f"{samples} samples")),
+        _changed_settings("run_config", about, ("trained tokens of the data", format_count(tokens))),
     ]
     return _repeatable(run, tables, "The command that does the same again:")
 
@@ -138,7 +135,7 @@ def _target_settings(run: Report, target: Mapping[str, Any]) -> Section:
         "sha256 of its file": target["sha256"],
     }
     rows = [(name, value) for name, value in cells.items() if value]
-    strategy = _changed_settings(Strategy, run.about, ("ranks", str(run.about["ranks"])))
+    strategy = _changed_settings("strategy", run.about, ("ranks", str(run.about["ranks"])))
     more = ", given its arguments (`args=`, `kwargs=`)" if target["kind"] == "function" else ""
     tables = [Table(title="Target", columns=("field", "value"), rows=rows), strategy]
     return _repeatable(run, tables, f"What does the same again{more}:")
@@ -152,15 +149,15 @@ def _repeatable(run: Report, tables: Sequence[Table], words: str) -> Section:
     return Section(title="Settings", words=" ".join([*notes, words]), code=run.command, tables=tables)
 
 
-def _changed_settings(kind: type[Any], about: Mapping[str, Any], more: tuple[str, str]) -> Table:
-    """Return the main settings of a dataclass, and those with other values than the default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+def _changed_settings(part: str, about: Mapping[str, Any], more: tuple[str, str]) -> Table:
+    """Return the main settings of a part of `run.json`, and those with other values than the default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(SECTIONS[part])}
     rows = [
         (name, str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value))
-        for name, value in about[section(kind)].items()
+        for name, value in about[part].items()
         if value is not None and (name in OUTCOMES or value != defaults.get(name))
     ]
-    return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, more])
+    return Table(title=SECTIONS[part].__name__, columns=("field", "value"), rows=[*rows, more])
 
 
 def _audit(run: Report) -> Section:
