@@ -129,9 +129,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
         for name, value in read_config(path, flags.processes).items():
             if getattr(flags, name) not in (None, value):
-                given = f"{flag(name)} {getattr(flags, name)}"
+                flag_text = f"{flag(name)} {getattr(flags, name)}"
                 raise StrategyError(
-                    f"{given} contradicts {path}, which sets {value}. Change one, or leave the flag out."
+                    f"{flag_text} contradicts {path}, which sets {value}. Change one, or leave the flag out."
                 )
             setattr(flags, name, value)
     return flags

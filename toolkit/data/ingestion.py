@@ -107,9 +107,9 @@ def _read(origin: Source, entry: Path, text_column: str) -> Contents:
     before = _stats(origin)
     with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
         draft = Path(fresh, "documents.arrow")
-        read = documents(origin, text_column=text_column, cache=Path(fresh))
+        checked = documents(origin, text_column=text_column, cache=Path(fresh))
         with progress_bar("reading", sum(stats[2] for stats in before.values()), "B") as bar:
-            digest = _write(read, draft, bar)
+            digest = _write(checked, draft, bar)
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
         contents = Contents(source=origin, hash=digest, documents=_documents_path(digest))
@@ -118,7 +118,7 @@ def _read(origin: Source, entry: Path, text_column: str) -> Contents:
     return contents
 
 
-def _write(read: Iterable[Document], path: Path, bar: Any) -> str:
+def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
     """Write documents as an Arrow file. Return the sha256 of their places and contents, as lines of JSON."""
     import pyarrow as pa
 
@@ -128,7 +128,7 @@ def _write(read: Iterable[Document], path: Path, bar: Any) -> str:
     rows: list[dict[str, Any]] = []
     digest, size = hashlib.sha256(), 0
     with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, schema) as stream:
-        for document in read:
+        for document in checked:
             rows.append({"file": document.file, "line": document.line, **document.content})
             line = json.dumps(rows[-1], sort_keys=True).encode() + b"\n"
             digest.update(line)

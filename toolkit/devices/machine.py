@@ -204,9 +204,9 @@ def _gpus() -> list[Device]:
     Raises:
         ToolkitError: where there is a GPU and the driver does not answer.
     """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    selection = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = any(Path("/dev").glob("nvidia[0-9]*"))  # a container may have any of them
-    if chosen == "":
+    if selection == "":
         return []
     try:
         import pynvml
@@ -220,7 +220,7 @@ def _gpus() -> list[Device]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         by_uuid = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
         devices = []
-        for uuid in visible(list(by_uuid), chosen):
+        for uuid in visible(list(by_uuid), selection):
             if uuid in by_uuid:
                 whole = by_uuid[uuid]
                 part = first_instance(pynvml, whole)
@@ -260,16 +260,16 @@ def _gpu(nvml: Any, part: Any, whole: Any) -> Device:
     return _cuda(name, total, int(memory.free), (major, minor), card, named=False)
 
 
-def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
+def visible(uuids: Sequence[str], selection: str | None) -> list[str]:
     """Return the UUIDs of the devices in `CUDA_VISIBLE_DEVICES`, in its order.
 
     An entry is an index, the beginning of a `GPU-` UUID, or a whole `MIG-` UUID. As in CUDA, the first entry that names
     nothing ends the list (CUDA C++ Programming Guide, "Environment Variables").
     """
-    if chosen is None:
+    if selection is None:
         return list(uuids)
     devices: list[str] = []
-    for entry in (word.strip() for word in chosen.split(",")):
+    for entry in (word.strip() for word in selection.split(",")):
         if entry.isdigit():
             matching = list(uuids[int(entry) : int(entry) + 1])
         elif entry.startswith("MIG-"):

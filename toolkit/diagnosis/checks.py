@@ -126,26 +126,26 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
         stop: set, it ends the child, and nothing more is checked.
     """
     stop = stop or threading.Event()
-    left = list(names)
-    while left and not stop.is_set():
+    remaining = list(names)
+    while remaining and not stop.is_set():
         reader, writer = Pipe(duplex=False)
         with tempfile.TemporaryFile() as errors, reader:
             with writer:
                 # Its own session: compilers that it starts end with it.
                 child = subprocess.Popen(
-                    [sys.executable, "-P", "-c", CHILD, str(os.getpid()), str(writer.fileno()), *left],
+                    [sys.executable, "-P", "-c", CHILD, str(os.getpid()), str(writer.fileno()), *remaining],
                     stdout=errors, stderr=errors, pass_fds=[writer.fileno()], start_new_session=True,
                 )  # fmt: skip
             try:
-                while left and _answers(reader, COMPILE_LIMIT if left[0] == COMPILE else each, stop):
+                while remaining and _answers(reader, COMPILE_LIMIT if remaining[0] == COMPILE else each, stop):
                     yield Finding(**json.loads(reader.recv_bytes()))
-                    left.pop(0)
-                if left and not stop.is_set():
-                    yield broken(left.pop(0), f"did not end within {each:g} s")
+                    remaining.pop(0)
+                if remaining and not stop.is_set():
+                    yield broken(remaining.pop(0), f"did not end within {each:g} s")
             except EOFError:
                 child.wait()
                 errors.seek(0)
-                yield broken(left.pop(0), _exit_text(child.returncode, errors.read().decode(errors="replace")))
+                yield broken(remaining.pop(0), _exit_text(child.returncode, errors.read().decode(errors="replace")))
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)

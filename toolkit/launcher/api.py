@@ -121,19 +121,19 @@ def resume(
         RunError: for a folder without a run, a run that another process holds, and untrusted code.
     """
     place = path.folder if isinstance(path, Run) else expand_user(path)
-    was, function = target_of(read_run_json(place)), b""
-    args, kwargs = (fields.pop(name, ()) for name in ("args", "kwargs")) if was else ((), ())
-    if was is None and (target is not None or trust_target):
+    recorded, function = target_of(read_run_json(place)), b""
+    args, kwargs = (fields.pop(name, ()) for name in ("args", "kwargs")) if recorded else ((), ())
+    if recorded is None and (target is not None or trust_target):
         raise RunError(f"{place} is a run of the recipe, and no code of yours is part of it. Leave the target out.")
-    if was is not None and target is not None and callable(target) != (was.kind == "function"):
-        raise RunError(f"{place} is a run of the {was.kind} {was.name}. Give that again.")
+    if recorded is not None and target is not None and callable(target) != (recorded.kind == "function"):
+        raise RunError(f"{place} is a run of the {recorded.kind} {recorded.name}. Give that again.")
     command = ["resume", str(place), *spell(fields)]
     with claim(place, resume=True, token=new_token(), wait=CLAIM_SECONDS) as folder:
-        if was is not None and target is not None:
+        if recorded is not None and target is not None:
             shipped, function = _ship(target, args, dict(kwargs))
             command += [*_digest_flags(shipped), "--target", shlex.join(shipped.words)]
-        elif was is not None:
-            check_target(folder, was, trust_target)
+        elif recorded is not None:
+            check_target(folder, recorded, trust_target)
             command += ["--trust-target", trust_target] if trust_target else []
         return _start(folder, command, function, None)
 

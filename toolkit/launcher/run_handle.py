@@ -55,7 +55,7 @@ class Run(Result):
         """Open a run. The process that launched it passes `strategy` and `process`; the rest is in the folder."""
         self.folder = folder.absolute()  # this process may change its working directory
         self._files = run_paths(self.folder)
-        self._asked, self._process = strategy, process
+        self._requested, self._process = strategy, process
         self._reading = threading.Lock()
         self._supervisor_output: IO[bytes] | None = None
         with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class Run(Result):
         about = self._run_record()
         if about:
             return from_dict(Strategy, about["strategy"])
-        return self._asked or Strategy()
+        return self._requested or Strategy()
 
     @property
     def progress(self) -> Progress:

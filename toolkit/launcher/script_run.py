@@ -51,12 +51,12 @@ def run_script(
         ToolkitError, Stopped: as `supervise`.
     """
     check_ranks(machine, ranks)
-    job, chosen = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
-    with enter(path, resume=resume, token=new_token()) as entered, reported(path):
-        folder = dataclasses.replace(entered, created=False)  # keep a failed run: its output explains the failure
+    job, fields = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
+    with enter(path, resume=resume, token=new_token()) as new_folder, reported(path):
+        folder = dataclasses.replace(new_folder, created=False)  # keep a failed run: its output explains the failure
         earlier = read_run_json(path).get("attempts", []) if resume else []
         record = {
-            "strategy": chosen,
+            "strategy": fields,
             "train_config": {},
             "run_config": {},
             "target": dataclasses.asdict(target),
@@ -67,7 +67,7 @@ def run_script(
             "hardware": machine.to_dict(),
             "started": timestamp(),
             "finished": None,
-            "attempts": [*earlier, {"strategy": chosen, "ranks": ranks, "started": timestamp()}],
+            "attempts": [*earlier, {"strategy": fields, "ranks": ranks, "started": timestamp()}],
         }
         write_json(folder.run_json, record)
         note_launch(folder, target)

@@ -74,11 +74,11 @@ class _Recording:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Keep torch's C++ warnings from the terminal; its errors are printed."""
-        was, self._level.value = self._level.value, max(2, self._level.value)
+        level, self._level.value = self._level.value, max(2, self._level.value)
         try:
             yield
         finally:
-            self._level.value = was
+            self._level.value = level
 
     def stop(self) -> list[tuple[int, str]] | None:
         """End it: each total in its order, in bytes above what stood at the beginning, and the note's label or "".

@@ -71,7 +71,7 @@ class ExplorerState:
 
     models: Mapping[str, ModelSpec]
     here: Hardware
-    named: str
+    here_name: str
     """The name of `here` among the choices."""
     implied: bool
     """Whether a shell command without a machine means `here`, too."""
@@ -80,7 +80,7 @@ class ExplorerState:
     batch: TrainConfig
     values: Mapping[str, Any]
     """Control → value."""
-    began: Mapping[str, Any]
+    first_values: Mapping[str, Any]
     """The first values."""
     run: str | None = None
     """The folder of a run to show with the forecast."""
@@ -115,23 +115,23 @@ class ExplorerState:
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or (Strategy(sharding=_full_shardings()[0]) if machine.ranks > 1 else Strategy())
         second = against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1)
-        batch, named = train_config or TrainConfig(), machine.device.name  # this machine's own name is long
+        batch, here_name = train_config or TrainConfig(), machine.device.name  # this machine's own name is long
         if on is None or machine.device.kind == "cpu":
-            named = HERE if on is None else "cpu"
-        values: dict[str, Any] = {"model": specs[0].name, "device": named, "devices": machine.ranks}
+            here_name = HERE if on is None else "cpu"
+        values: dict[str, Any] = {"model": specs[0].name, "device": here_name, "devices": machine.ranks}
         for name in [name for name in NAMES[kind] if name not in values]:
             owner = second if name.startswith(SECOND) else batch if name in BATCH else base
             values[name] = getattr(owner, name.removeprefix(SECOND))
         return cls(
             models={spec.name: spec for spec in specs},
             here=machine,
-            named=named,
+            here_name=here_name,
             implied=implied,
             base=base,
             second=second,
             batch=batch,
             values=values,
-            began=dict(values),
+            first_values=dict(values),
             run=folder,
         )
 
@@ -148,7 +148,7 @@ class ExplorerState:
     def machine(self) -> Hardware:
         """So many of the chosen device, on nodes of eight."""
         count, nodes = self._nodes()
-        if self.values["device"] == self.named:
+        if self.values["device"] == self.here_name:
             return dataclasses.replace(self.here, count=count, nodes=nodes)
         return hardware(self.machine_words)
 
@@ -157,7 +157,7 @@ class ExplorerState:
         """As `hardware` takes it: a device by its name in the catalog, where it has one."""
         count, nodes = self._nodes()
         own, word = self.here.device, str(self.values["device"])
-        if word == self.named:
+        if word == self.here_name:
             word = "cpu" if own.kind == "cpu" else own.key or f"<{own.name}, which the catalog lacks>"
         return (f"{nodes} nodes x " if nodes > 1 else "") + f"{count}x {word}"
 
@@ -165,7 +165,7 @@ class ExplorerState:
         devices = self.values["devices"]
         if devices == self.here.ranks:
             return self.here.count, self.here.nodes
-        cpu = self.values["device"] == self.named and self.here.device.kind == "cpu"
+        cpu = self.values["device"] == self.here_name and self.here.device.kind == "cpu"
         return (devices, 1) if cpu or devices % NODE else (NODE, devices // NODE)
 
     def fields(self, owner: Strategy | TrainConfig, before: str = "") -> dict[str, Any]:
@@ -237,7 +237,7 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
     if name == "model":
         values: tuple[Any, ...] = tuple(state.models)
     elif name == "device":
-        values = tuple(dict.fromkeys((state.named, *CARDS)))
+        values = tuple(dict.fromkeys((state.here_name, *CARDS)))
     elif name == "devices":
         values = _counts(1, 512, state.here.ranks, value)
     elif name == "micro_batch":
@@ -269,7 +269,7 @@ def command(kind: str, state: ExplorerState) -> str:
     """Return the shell command of the state's question."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
     words = ["toolkit", verb, *_model_word(state)]
-    stays = state.implied and all(state.values[name] == state.began[name] for name in ("device", "devices"))
+    stays = state.implied and all(state.values[name] == state.first_values[name] for name in ("device", "devices"))
     words += [] if stays else ["--hardware", state.machine_words]
     strategy, second = state.fields(state.base), state.fields(state.second, SECOND)
     # The shell takes a run's own values, too.
@@ -290,7 +290,7 @@ def command(kind: str, state: ExplorerState) -> str:
 def _model_word(state: ExplorerState) -> list[str]:
     """Return the model's words in a shell; a config from Python has none until it is saved."""
     name = state.spec.name
-    if name == EMBEDDED or (state.run is not None and state.values["model"] == state.began["model"]):
+    if name == EMBEDDED or (state.run is not None and state.values["model"] == state.first_values["model"]):
         return []
     return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
 

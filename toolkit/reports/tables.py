@@ -82,9 +82,9 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
     rows += [(mark + part, size, None) for part, size in rest.items()]
     rows.append(("all", device["peak_bytes"], measured["peak_bytes"] if measured else None))
     sources = {"forecast": expected, "measured": parts}
-    drawn = [Bar(label=label, parts=source) for label, source in sources.items() if source]
+    bar_rows = [Bar(label=label, parts=source) for label, source in sources.items() if source]
     title, limit = "Peak of a rank, by part", device.get("limit_bytes")
-    picture = bars(drawn, title=title, limit=limit, limit_label="a rank has")
+    picture = bars(bar_rows, title=title, limit=limit, limit_label="a rank has")
     notes = ["Indented: parts of transient, which is measured as one."] if within else []
     return _compared(title, "part", rows, notes, picture)
 
@@ -96,7 +96,7 @@ def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | N
         "measured": measured["phases"] if measured else {},
     }
     names = [name for name in PHASES if any(name in source for source in sources.values())]
-    drawn = [
+    bar_rows = [
         Bar(label=f"{name}, {label}", parts={name: source[name]})
         for name in names
         for label, source in sources.items()
@@ -104,7 +104,7 @@ def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | N
     ]
     rows: list[Row] = [(name, sources["forecast"].get(name), sources["measured"].get(name)) for name in names]
     title = "Highest total of each phase"
-    return _compared(title, "phase", rows, (), bars(drawn, title=title))
+    return _compared(title, "phase", rows, (), bars(bar_rows, title=title))
 
 
 def by_rank(memory: Mapping[str, Any]) -> Table:
