@@ -41,18 +41,21 @@ class Table:
         """
         from io import StringIO
 
+        from rich.box import Box
         from rich.console import Console
         from rich.table import Table as RichTable
+        from rich.text import Text  # in which nothing is markup
 
         cells, right = self._cells()
-        table = RichTable(box=_box(), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        rule = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)  # a line below the header
+        table = RichTable(box=rule, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         widths = _column_widths(
             [[name, *column] for name, *column in zip(self.columns, *cells, strict=True)], right, width
         )
         for name, numbers, column_width in zip(self.columns, right, widths, strict=True):
-            table.add_column(_plain(name), justify="right" if numbers else "left", width=column_width)
+            table.add_column(Text(name), justify="right" if numbers else "left", width=column_width)
         for row in cells:
-            table.add_row(*map(_plain, row))
+            table.add_row(*map(Text, row))
         console = Console(
             force_jupyter=False, file=StringIO(), width=UNLIMITED, color_system=None, force_terminal=False, emoji=False
         )
@@ -95,19 +98,6 @@ def _column_widths(columns: Sequence[Sequence[str]], right: Sequence[bool], limi
 
 def _numeric(cell: str) -> bool:
     return cell[:1].isdigit() or cell in ("", "-", "–")
-
-
-def _box() -> Any:
-    from rich.box import Box
-
-    return Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-
-
-def _plain(text: str) -> Any:
-    """Return text for rich in which nothing is markup."""
-    from rich.text import Text
-
-    return Text(text)
 
 
 def _wrapped(text: str, width: int) -> str:

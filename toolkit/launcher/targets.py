@@ -219,22 +219,24 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
             f"{target.name} was given a secret, and run.json does not say it: {' '.join(target.arguments)}. Name it again with "
             f"all of its arguments: --target '{target.name} …'."
         )
-    file = _file(folder, target)
+    file, note = _file(folder, target), None
     try:
-        sha256 = _sha256(file)
+        sha256, digest = _digests(file, target)
     except OSError as error:
         raise RunError(
             f"{file}, which {folder.path} ran, cannot be read: {error.strerror}. Name it again with --target."
         ) from error
-    digest, noted = _digest(target, sha256), _noted_digest(folder)
-    if digest not in (trust, noted):
+    with contextlib.suppress(OSError, ValueError, ToolkitError):
+        path = _note_file(folder)
+        note = path.read_text() if path.stat().st_uid == os.getuid() else None
+    if digest not in (trust, note):
         words = shlex.quote(shlex.join([target.name, *target.arguments]))
         again = (
             f"tk.resume(run, {target.name})"
             if target.kind == "function"
             else f"toolkit resume {folder.path} --target {words}"
         )
-        why = "has changed since you launched it" if noted else "you did not launch in this folder"
+        why = "has changed since you launched it" if note else "you did not launch in this folder"
         raise RunError(
             f"{folder.path} would run the {target.kind} {target.name!r}, which {why}, and a folder alone lets no code run. "
             f"Name it again (`{again}`), or read {file} and add --trust-target {digest}."
@@ -245,30 +247,20 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
 def note_launch(folder: Folder, target: Target) -> None:
     """Remember that this user runs the target in this folder, so that a resume needs no target."""
     with contextlib.suppress(OSError, ToolkitError):  # then it has to be named
-        write_whole(_note_file(folder), _digest(target, _sha256(_file(folder, target))).encode())
-
-
-def _noted_digest(folder: Folder) -> str | None:
-    """Return the digest of the target that this user launched in this folder."""
-    with contextlib.suppress(OSError, ValueError, ToolkitError):
-        note = _note_file(folder)
-        return note.read_text() if note.stat().st_uid == os.getuid() else None
-    return None
+        write_whole(_note_file(folder), _digests(_file(folder, target), target)[1].encode())
 
 
 def _note_file(folder: Folder) -> Path:
+    """Return the file with the digest of the target that this user launched in this folder."""
     return state_folder("launched") / f"{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:32]}"
 
 
-def _digest(target: Target, sha256: str) -> str:
-    """Return a digest of kind, name, arguments, and the bytes of the file that runs."""
-    text = json.dumps([target.kind, target.name, list(target.arguments), sha256])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
+def _digests(file: Path, target: Target) -> tuple[str, str]:
+    """Return the sha256 of the file that runs, and a digest of it with the target's kind, name and arguments."""
     with open_regular(file) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    text = json.dumps([target.kind, target.name, list(target.arguments), sha256])
+    return sha256, hashlib.sha256(text.encode()).hexdigest()
 
 
 def _file(folder: Folder, target: Target) -> Path:
