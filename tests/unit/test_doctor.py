@@ -61,7 +61,7 @@ def test_what_is_installed_works(diagnosis: Diagnosis) -> None:
 
 def test_every_check_reports_once_and_says_what_to_do(diagnosis: Diagnosis) -> None:
     checks = [finding.check for finding in diagnosis.findings]
-    assert len(checks) == len(set(checks)) == 21
+    assert len(checks) == len(set(checks)) == 22
     assert {finding.status for finding in diagnosis.findings} <= {"ok", "missing", "broken", "n/a"}
     for finding in diagnosis.findings:
         assert finding.detail
