@@ -32,11 +32,11 @@ class RunConfig:
     """In optimizer steps."""
     mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
-    chat_template: str | None = amount(None, "a Jinja file, where the tokenizer has none")
-    """In place of the tokenizer's own."""
-    text_column: str = amount("text", "column of JSONL and dataset rows that holds a text")
+    chat_template: str | None = amount(None, "a Jinja file, in place of the tokenizer's own")
+    """A file with a template."""
+    text_column: str = amount("text", "column with the text, in JSONL and dataset rows")
     """Of JSONL and dataset rows."""
-    packing: bool = amount(True, "several documents a row, where the model keeps them apart")
+    packing: bool = amount(True, "several documents a row, if the model separates them")
     """Otherwise one document a row, padded."""
     tracker: str | None = amount(None, "tensorboard, trackio, wandb, …; several by commas")
     """Accelerate's trackers by name."""
@@ -52,9 +52,9 @@ class RunConfig:
     """Together with `save_every`: the earlier one counts. If both are 0 there are no checkpoints."""
     keep: int = amount(2, "complete checkpoints to keep", least=1)
     """The newest ones."""
-    workers: int = amount(0, "processes that a rank loads its batches in; 0: none", least=0)
+    workers: int = amount(0, "loader processes of a rank; 0: none", least=0)
     """Order and values do not depend on it."""
-    timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung", least=1)
+    timeout: float = amount(600.0, "seconds without a heartbeat after which a rank has hung", least=1)
     """Also the time limit of every collective."""
 
     def __post_init__(self) -> None:

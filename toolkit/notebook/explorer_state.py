@@ -36,9 +36,9 @@ NAMES = {
 """Kind of panel → its controls: those that the answer depends on."""
 
 LABELS = {
-    "devices": ("devices", "how many devices, one rank each; more than eight are on nodes of eight"),
-    "device": ("device", "the device of a rank, from the catalog where it is only named"),
-    "model": ("model", "what is trained"),
+    "devices": ("devices", "number of devices, one rank each; more than eight are on nodes of eight"),
+    "device": ("device", "the device of a rank: this machine's, or one of the catalog"),
+    "model": ("model", "the trained model"),
     "seq_len": ("sequence length", ""),
     "micro_batch": ("micro-batch", ""),
 }
