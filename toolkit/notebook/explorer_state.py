@@ -49,7 +49,7 @@ METADATA = {field.name: field.metadata for owner in (Strategy, TrainConfig) for 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A control: its label, its help, and its values."""
+    """A control: its label, its help, and its values. Numbers are a slider, words a list."""
 
     name: str
     label: str
@@ -57,10 +57,6 @@ class Choice:
     values: tuple[Any, ...]
     value: Any
     """The current value."""
-    slides: bool = False
-    """Whether it is a slider: numbers in their order."""
-    quick: bool = False
-    """Whether no value needs a new trace, so that each answer is immediate."""
     group: str = ""
     """The strategy that it belongs to, in a panel with two."""
 
@@ -253,8 +249,6 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
         help=help or METADATA[field]["help"],
         values=values,
         value=value,
-        slides=name in ("devices", *BATCH),
-        quick=name == "devices",
         group="" if kind != "compare" or field not in SHARDED else "second" if name != field else "first",
     )
 

@@ -46,9 +46,9 @@ class Panel:
 
     def _control(self, choice: Choice) -> Any:
         options = {"value": choice.value, "description": choice.label, "tooltip": choice.help}
-        if choice.slides:
-            # A picture that needs a trace is drawn once, when the slider is released.
-            control = Slider(_options(choice), continuous_update=choice.quick, **options)
+        if isinstance(choice.value, int):
+            # Each other number needs a trace: its picture is drawn once, at the slider's release.
+            control = Slider(_options(choice), continuous_update=choice.name == "devices", **options)
         else:
             room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
             control = ipywidgets.Dropdown(options=_options(choice), **options, **room)
@@ -64,7 +64,7 @@ class Panel:
         control, self._own = self.controls[choice.name], True
         try:
             with contextlib.suppress(TraitError):
-                if choice.slides:
+                if isinstance(control, Slider):
                     control.offer(_options(choice), choice.value)
                 else:
                     control.value = choice.value
