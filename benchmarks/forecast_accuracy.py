@@ -381,8 +381,8 @@ def main() -> None:
     able = [case for case in able if case.sharding in arguments.shardings.split(",")]
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
+    able = [case for case in able if arguments.only in "-".join(map(str, dataclasses.asdict(case).values()))]
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
-    chosen = [one for one in chosen if arguments.only in "-".join(map(str, one.values()))]
     name = "forecast_accuracy" + ("_recent" if arguments.recent else "")
     name += f"_{arguments.adapters}" if arguments.adapters != ADAPTERS else ""
     rows, known = [], measured_before(arguments.results / f"{name}.json")

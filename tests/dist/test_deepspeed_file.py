@@ -1,8 +1,10 @@
-"""A DeepSpeed file trains through Accelerate's launcher and through `toolkit train`, to the same numbers."""
+"""A DeepSpeed file trains alike through Accelerate's launcher and `toolkit train`; the files of two nodes start one world."""
 
 from __future__ import annotations
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,22 @@ def test_launcher_and_flag_train_alike(tmp_path: Path) -> None:
     assert settings["train_config"]["beta1"] == 0.8
     assert settings["strategy"]["bucket_elements"] == 100_000
     assert [event["lr"] for event in events] == pytest.approx([1e-3, 5e-3, 5e-3, 3e-3])
+
+
+def test_the_config_files_of_two_nodes_start_one_world(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    nodes = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    for number in range(2):
+        file = tmp_path / f"{number}.yaml"
+        config = ["config", "--sharding", "zero3", "--processes", "2", "--nodes", "2", "--main-address", address]
+        python("-m", "toolkit.cli", *config, "--node-rank", str(number), "-o", file, code=0)
+        nodes.append(("-m", "accelerate.commands.launch", "--config_file", file, tmp_path / "rank.py"))
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda words: python(*words, code=0), nodes))
+    assert [result.stdout.splitlines()[-1] for result in results] == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def _record(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

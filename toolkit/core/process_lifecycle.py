@@ -22,6 +22,8 @@ SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
 """Variable that stops a child from importing files of its working directory; any value works. A user's own setting stays."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_SMALLEST_MAPPED, _LARGEST_IN_HEAP = 256 * 1024, 32 * 1024 * 1024
 _POLL_SECONDS = 0.5
 
 
@@ -149,3 +151,21 @@ class StopSignal:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Let glibc return the memory of a freed tensor to the system at once.
+
+    By default the size from which it does so rises to 32 MiB as tensors are freed (mallopt(3)). Smaller tensors then leave
+    holes in the heap, and a process that reads weights takes more memory than its tensors. Training keeps the default's end.
+    """
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # musl has none
+    mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_IN_HEAP)

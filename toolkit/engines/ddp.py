@@ -57,8 +57,12 @@ class DDP(Engine):
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Return no plugin: Accelerate needs none for DDP. Gradients lie in DDP's buckets, not beside them."""
+        """Return no plugin: Accelerate needs none for DDP. Gradients lie in DDP's buckets, and buffers are sent once."""
         from accelerate.utils import DistributedDataParallelKwargs
+
+        class Options(DistributedDataParallelKwargs):
+            def to_kwargs(self) -> dict[str, Any]:  # Accelerate does not know torch's new option
+                return super().to_kwargs() | {"forward_sync_buffers": False}
 
         return {
             "cpu": job.device.kind == "cpu",
@@ -66,7 +70,7 @@ class DDP(Engine):
             "kwargs_handlers": [
                 *handlers(timeout),
                 *loss_scaler(job),
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job)),
+                Options(gradient_as_bucket_view=True, **_bucket_size(job)),
             ],
         }
 

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from toolkit.core.errors import NotFinite, StrategyError
 from toolkit.core.phases import phase
+from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.adapters import keep_packing
 from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
@@ -106,7 +107,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self._check(models, optimizers)
         for model in models:
             self._before_prepare(model)
-        with phase("prepare"), engine_environment(self.job):
+        with phase("prepare"), engine_environment(self.job), freed_at_once():
             result = self._prepare_upstream(objects, models, optimizers, device_placement)
             self._prepared.update(models_and_optimizers(result)[0])
             prepared = self._completed_by(result)

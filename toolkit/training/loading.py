@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import ModelError, StrategyError, StrategyMismatch
+from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.core.units import ceil_div, dtype_name, format_count
 from toolkit.engines.adapters import (
     adapt,
@@ -70,7 +71,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
     bars = quiet_bars(accelerator.is_main_process, shown=spec.elements >= LONG)
-    with bars, engine_environment(job):
+    with bars, engine_environment(job), freed_at_once():
         model = engine.load_model(job, Reader(job, accelerator))
     _check(job, model)
     notes = [f"loading: {engine.loading_note(job)}", *_configure(job, model, tokenizer)]

@@ -148,6 +148,8 @@ class DeepSpeed(ZeroForecast, ZeroState):
             "zero3_init_flag": stage_of(strategy) == 3,
             "zero3_save_16bit_model": False,
         }
+        if nodes > 1:  # otherwise Accelerate starts one node alone, by pdsh
+            config["deepspeed_multinode_launcher"] = "standard"
         content = super().to_yaml(strategy, ranks, nodes)
         return content | {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
 
