@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core import errors
 from toolkit.core.atomic_io import last_step, open_regular, read_json
 from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
-from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.training.oom import aborted_for_memory, killed_for_memory
 
@@ -157,7 +157,7 @@ def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, An
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
     """
-    first = first_error(raised)
+    first = next(iter(raised), None)
     stop_codes = (-signal.SIGTERM, -signal.SIGINT)
     silent = [error for error in failures if error["rank"] not in raised and error["exitcode"] not in stop_codes]
     candidates = silent or (failures if first is None else [])

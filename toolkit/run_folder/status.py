@@ -18,7 +18,7 @@ from toolkit.core.display import Table, markup, render
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
 from toolkit.core.units import format_bytes, format_seconds
-from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
@@ -181,9 +181,9 @@ def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
         )
     if (message := _supervisor_message(folder, about)) is not None:
         return message
-    raised = folder.errors()
-    if (rank := first_error(raised)) is not None:
-        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
+    if raised := folder.errors():
+        rank, error = next(iter(raised.items()))
+        return "failed", f"Rank {rank} ended with {error['type']}: {error['message']}"
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped by a user."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
