@@ -26,8 +26,7 @@ from toolkit.devices.machine import hardware
 from toolkit.diagnosis import Diagnosis, Finding
 from toolkit.diagnosis.checks import run_apart
 from toolkit.diagnosis.libraries import library
-from toolkit.diagnosis.result import Outcome
-from toolkit.diagnosis.support import list_abilities
+from toolkit.diagnosis.result import Outcome, list_abilities
 
 
 @pytest.fixture(scope="module")

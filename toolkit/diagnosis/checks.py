@@ -21,8 +21,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import die_with_parent
 from toolkit.diagnosis import libraries, machine
 from toolkit.diagnosis.libraries import library
-from toolkit.diagnosis.result import Diagnosis, Finding, Outcome
-from toolkit.diagnosis.support import list_abilities
+from toolkit.diagnosis.result import Diagnosis, Finding, Outcome, list_abilities
 from toolkit.models.hub import first_line
 
 LIMIT = 60.0
