@@ -19,7 +19,7 @@ from toolkit.exporters import Export, from_engine, save, verify
 from toolkit.exporters.reload import read_base, reopen
 from toolkit.exporters.verification import fits
 from toolkit.models import describe
-from toolkit.training.evaluation import evaluate
+from toolkit.training.metrics import evaluate
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

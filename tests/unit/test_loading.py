@@ -362,7 +362,7 @@ def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
     """The files hold each expert in two or three tensors, which lie row below row in the model's."""
     import torch
 
-    from toolkit.engines.experts import packed_experts, unpack_experts
+    from toolkit.engines.adapters import packed_experts, unpack_experts
     from toolkit.training import streamed_weights
     from toolkit.training.loading import Reader
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import format_bytes
 from toolkit.engines.job import Job
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateMemory(Result):
+class StateMemory:
     """Bytes of the states that one rank holds, by part: expected by an engine, or measured in its memory."""
 
     trainable: int
@@ -76,13 +74,6 @@ class StateMemory(Result):
         """All parameters' bytes."""
         return self.trainable + self.frozen
 
-    def tables(self) -> list[Table]:
-        rows = [
-            (name, "–" if (size := getattr(self, name)) is None else format_bytes(size), self.dtypes.get(name, "–"))
-            for name in ("trainable", "frozen", "master", "optimizer")
-        ]
-        return [Table(title="Held by this rank", columns=("part", "bytes", "dtype"), rows=rows)]
-
 
 class Transfer(NamedTuple):
     """Transfers of one kind in a step."""
@@ -92,7 +83,7 @@ class Transfer(NamedTuple):
     times: int
     """Transfers in a step."""
     overlaps: str
-    """The phase whose computation overlaps with it: `forward`, `backward`, or `nothing`."""
+    """The phase that computes meanwhile: `forward`, `backward`, or `nothing`."""
     link: str
     """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `host`;
     `memory`: within the device."""

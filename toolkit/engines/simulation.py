@@ -99,6 +99,15 @@ class Simulation:
             chunks, rest = divmod(checkpoint_bytes(self.job) // self.job.ranks, SNAPSHOT_CHUNK)
             self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
 
+    def train(self, moves: Moves) -> None:
+        """Enter the moments and one step of an engine with torch's optimizer. The gradients end with it."""
+        self.hold_moments()
+        self.walk(moves)
+        engine = engine_of(self.job.strategy)
+        trained = (state for state in parameters_of(self.job) if state.trainable)
+        self.optimizer_step(engine.rank_elements(self.job, state) for state in trained)
+        self.ledger.hold("gradients", -self.ledger.held["gradients"])
+
     def walk(self, moves: Moves) -> None:
         """Walk through the different micro-batches of a step, forward and backward, until the optimizer's step."""
         for number in range(min(self.job.train_config.accumulation, 2 if moves.grows else 1)):
@@ -129,8 +138,8 @@ class Simulation:
 def blas_workspaces(job: Job) -> int:
     """Return the bytes that cuBLAS keeps for the forward thread and the backward thread.
 
-    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`. Of AMD's GPUs the catalog knows a gfx94, whose
-    rocBLAS has the most; where hipBLASLt is taken instead it is less.
+    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`. AMD's GPU of the catalog
+    is a gfx94. Its rocBLAS takes the most; hipBLASLt takes less.
     """
     if job.device.kind != "cuda":
         return 0
@@ -150,11 +159,14 @@ def streams(job: Job) -> bool:
 
 
 def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[State]:
-    """Enter the weights that come from the files one at a time, each whole for a moment. Yield it before it is let go.
+    """Enter the weights that come from the files one at a time, each whole for a moment. Yield each before its release.
 
-    `shared`: a rank keeps a part of it, beside the whole.
+    Rank 0 packs a 4-bit weight in pieces, and holds the exact constants of its blocks meanwhile. Packed constants stay on every
+    rank.
 
-    Rank 0 packs a 4-bit weight in pieces, beside the exact constants of its blocks; these, packed too, stay on every rank.
+    Args:
+        simulation: of the rank that reads.
+        shared: a rank holds the whole weight and its own part at the same time.
     """
     job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A parameter of the model that is trained, adapters included, before an engine shards it."""
+    """A parameter of the whole model, adapters included, before an engine shards it."""
 
     name: str
     """Canonical; with an adapter PEFT's, without its `base_model.model.`."""
@@ -180,7 +180,7 @@ def _states(job: Job) -> Iterator[State]:
 
 
 def _adapter_parameters(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
-    """Yield what an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
+    """Yield the parameters that an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
     rank = job.strategy.lora_rank
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
     if job.strategy.adapter == "dora":

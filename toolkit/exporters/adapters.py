@@ -15,8 +15,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.core.units import dtype_name
 from toolkit.devices.machine import hardware
-from toolkit.engines.adapters import adapt, quantized_modules
-from toolkit.engines.experts import unpack_experts
+from toolkit.engines.adapters import adapt, quantized_modules, unpack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.results import SavedTensor
 from toolkit.exporters.sources import Source

@@ -8,9 +8,8 @@ from typing import Any
 
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
-from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization
+from toolkit.engines.adapters import import_bitsandbytes, keep_packing, pack_experts, quantization
 from toolkit.engines.base import kept_dtype
-from toolkit.engines.experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, without_engine

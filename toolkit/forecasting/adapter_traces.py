@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.adapters import add_adapter, import_bitsandbytes
-from toolkit.engines.experts import mark_experts
+from toolkit.engines.adapters import add_adapter, import_bitsandbytes, mark_experts
 from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
 from toolkit.engines.traces import Adapter, LayerStack
 from toolkit.models import ModelSpec

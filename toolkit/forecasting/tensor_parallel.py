@@ -47,7 +47,7 @@ class Split:
         from transformers.distributed import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        from toolkit.engines.mesh.loading import register_summed
+        from toolkit.engines.mesh import register_summed
 
         register_summed()
         _untie_weights(model)

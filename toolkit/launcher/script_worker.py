@@ -20,7 +20,7 @@ from pathlib import Path
 
 from toolkit.core.errors import ToolkitError
 from toolkit.core.rank_output import tee_output
-from toolkit.engines import process_exit
+from toolkit.engines.upstream import wait_for_workers
 from toolkit.launcher.targets import Target, load_function
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.run_lock import supervised
@@ -70,5 +70,5 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    process_exit.wait_for_workers()  # a script may use plain Accelerate
+    wait_for_workers()  # a script may use plain Accelerate
     sys.exit(code)

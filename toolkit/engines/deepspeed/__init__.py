@@ -16,11 +16,8 @@ from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.units import round_up
 from toolkit.devices.machine import Device
 from toolkit.engines.base import read_precision
-from toolkit.engines.deepspeed.build import announce_build, free_builds
-from toolkit.engines.deepspeed.simulation import (
-    ZeroForecast,
-)
-from toolkit.engines.deepspeed.state import ZeroState
+from toolkit.engines.deepspeed.simulation import ZeroForecast
+from toolkit.engines.deepspeed.state import ZeroState, announce_build, free_builds
 from toolkit.engines.deepspeed.user_config import read_environment
 from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
@@ -43,6 +40,8 @@ on two gloo ranks ZeRO-3 then trains at 0.4 of the speed, for 4 MiB less."""
 class DeepSpeed(ZeroForecast, ZeroState):
     """`zero1`, `zero2` and `zero3`."""
 
+    scales_on_cpu = True
+
     def settings(self, job: Job) -> dict[str, Any]:
         """Return DeepSpeed's configuration, word for word.
 
@@ -58,13 +57,6 @@ class DeepSpeed(ZeroForecast, ZeroState):
                 "Choose precision 'bf16', or offload 'none'."
             )
         accumulates = _grad_accum_dtype(job)
-        if job.precision.scaled and job.precision.accelerate not in device.dtypes:
-            raise StrategyError(
-                f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
-                f"on {device.name}, which does not compute it"
-                + (" (a processor needs avx512_fp16)" if device.kind == "cpu" else "")
-                + ". Choose precision 'bf16'."
-            )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": train_config.micro_batch,
             "gradient_accumulation_steps": train_config.accumulation,
@@ -133,7 +125,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
     def environment(self, job: Job) -> dict[str, str | None]:
         """Return a path with ninja, which DeepSpeed calls by name; it lies next to this interpreter.
 
-        The launcher's own fields would be refused beside a configuration that is given whole.
+        Accelerate refuses the launcher's own fields together with a whole configuration.
         """
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         return {"PATH": path, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": None}
@@ -184,7 +176,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
         dtype = accumulation_dtype(job)
         if not job.precision.mixed or dtype == "float32":
             return note
-        return f"{note}; gradients add up in {dtype}, whose {BITS[dtype]} bits round the sum after each micro-batch"
+        return f"{note}; gradients add up in {dtype}: {BITS[dtype]} bits round the sum after each micro-batch"
 
     def loading_note(self, job: Job) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""

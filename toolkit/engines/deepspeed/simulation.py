@@ -255,5 +255,5 @@ def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dic
 
 
 def _fullest_rank(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:
-    """Return the rank whose partition touches most elements: a parameter shared by two ranks is whole on both."""
+    """Return the rank with most elements in its partition: a parameter that two ranks share is whole on both."""
     return max(range(ranks), key=lambda rank: sum(elements[name] for name, inside in ranges.items() if rank in inside))
