@@ -91,8 +91,8 @@ class DDP(Engine):
         """Return one all-reduce of all gradients in the last micro-batch: 2 (N - 1)/N of them (Rajbhandari 2020)."""
         ranks = job.parallelism.loss_size
         size = trained_elements(job) * BYTES_OF[job.weight_dtype]
-        sent = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
-        return [sent] if ranks > 1 else []
+        transfer = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
+        return [transfer] if ranks > 1 else []
 
     def compute_note(self, job: Job) -> str:
         """Return the note that autocast leaves the weights as they are."""
@@ -109,9 +109,9 @@ class DDP(Engine):
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
         """Measure the storages of the parameters and of the optimizer's state."""
-        sent = {dtype_name(parameter.dtype) for parameter in prepared.model.parameters() if parameter.requires_grad}
+        dtypes = {dtype_name(parameter.dtype) for parameter in prepared.model.parameters() if parameter.requires_grad}
         # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`); one process reduces nothing.
-        reduce = "+".join(sorted(sent)) if prepared.job.parallelism.dp_size > 1 else ""
+        reduce = "+".join(sorted(dtypes)) if prepared.job.parallelism.dp_size > 1 else ""
         return measured_distributed(prepared.model, prepared.optimizer, reduce)
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:

@@ -232,6 +232,18 @@ def packing_constants(elements: int) -> int:
     return scales + 4 * ceil_div(scales, GROUP) + 4 * (16 + 256 + 1)
 
 
+def gathers(job: Job, *, backward: bool = True) -> list[Transfer]:
+    """Return the all-gathers of sharded parameters: each sends (N - 1)/N of them (Rajbhandari et al. 2020, section 7).
+
+    `backward`: the parameters were freed after the forward.
+    """
+    ranks, compute = job.parallelism.shard_size, BYTES_OF[job.compute_dtype]
+    sizes = (state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in parameters_of(job))
+    size, micro = (ranks - 1) / ranks * sum(sizes), job.train_config.accumulation
+    phases = ("forward", "backward") if backward else ("forward",)
+    return [Transfer(size, micro, phase, "ring", f"parameters, all-gathered for the {phase}") for phase in phases]
+
+
 def host_transfers(job: Job, gradients: Sequence[Transfer] = ()) -> list[Transfer]:
     """Return an offload's transfers: gradients (unless given) and weights once a step, parameters in every pass."""
     offload = job.strategy.offload
@@ -240,15 +252,11 @@ def host_transfers(job: Job, gradients: Sequence[Transfer] = ()) -> list[Transfe
     states, ranks = parameters_of(job), job.parallelism.shard_size
     trained = trained_elements(job) / ranks
     back = trained * BYTES_OF[job.compute_dtype]
-    sent = [
-        *(
-            gradients
-            or [Transfer(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host")]
-        ),
-        Transfer(back, 1, "nothing", "host", "updated parameters, from the host"),
-    ]
+    size = trained * BYTES_OF[job.weight_dtype]
+    transfers = [*gradients] or [Transfer(size, 1, "backward", "host", "gradients, to the host")]
+    transfers.append(Transfer(back, 1, "nothing", "host", "updated parameters, from the host"))
     if offload == "cpu":
         shard, micro = sum(state.bytes for state in states) / ranks, job.train_config.accumulation
         for phase in ("forward", "backward"):
-            sent.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
-    return sent
+            transfers.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
+    return transfers

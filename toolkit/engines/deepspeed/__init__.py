@@ -56,7 +56,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
                 f"offload {strategy.offload!r} cannot run in precision {strategy.precision!r} under DeepSpeed. "
                 "Choose precision 'bf16', or offload 'none'."
             )
-        accumulates = _grad_accum_dtype(job)
+        sum_dtype = _grad_accum_dtype(job)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": train_config.micro_batch,
             "gradient_accumulation_steps": train_config.accumulation,
@@ -72,7 +72,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
         if job.precision.mixed:
             # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
             config["communication_data_type"] = "fp32"
-            config["data_types"] = {"grad_accum_dtype": accumulates}
+            config["data_types"] = {"grad_accum_dtype": sum_dtype}
         if pure:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         if strategy.offload != "none" and device.kind == "cpu":
@@ -115,9 +115,9 @@ class DeepSpeed(ZeroForecast, ZeroState):
         # torch 2.13 renamed collectives that DeepSpeed calls, and warns at every call site on every rank.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         config = copy.deepcopy(dict(job.settings))
-        chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=stage_of(job.strategy) == 3)
+        plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=stage_of(job.strategy) == 3)
         return {
-            "deepspeed_plugin": chosen,
+            "deepspeed_plugin": plugin,
             "mixed_precision": job.precision.accelerate,
             "kwargs_handlers": handlers(timeout, "gloo" if job.device.kind == "cpu" else None),
         }

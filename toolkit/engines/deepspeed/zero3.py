@@ -61,19 +61,19 @@ def partitioned(simulation: Simulation) -> None:
         return
     ledger.enter("load")
     if job.strategy.quantized:
-        drawn = sum(state.bytes for state in states if state.trainable)
+        adapter_bytes = sum(state.bytes for state in states if state.trainable)
         read = sum(ceil_div(state.bytes, ranks) for state in base)
         for state in stream_weights(simulation):
             keep("parameters", ceil_div(state.bytes, ranks))
     else:
-        drawn, size = 0, BYTES_OF[job.compute_dtype]
+        adapter_bytes, size = 0, BYTES_OF[job.compute_dtype]
         read = sum(ceil_div(state.elements, ranks) for state in base) * size
         keep("parameters", read)
         ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
-    ledger.hold("parameters", drawn)
+    ledger.hold("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", -read)
-    ledger.hold("parameters", -drawn)
+    ledger.hold("parameters", -adapter_bytes)
     keep("parameters", simulation.state.parameters)
 
 

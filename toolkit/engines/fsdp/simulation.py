@@ -15,6 +15,7 @@ from toolkit.engines.records import Transfer
 from toolkit.engines.simulation import (
     Simulation,
     expert_copies,
+    gathers,
     host_transfers,
     stream_weights,
     streams,
@@ -82,20 +83,15 @@ class FSDPForecast(Engine):
 
         Source: Rajbhandari et al. 2020, section 7.
         """
-        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
-        share = (ranks - 1) / ranks
-        compute = BYTES_OF[job.compute_dtype]
-        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
+        ranks, micro = job.parallelism.shard_size, job.train_config.accumulation
         reduced = trained_elements(job) * BYTES_OF[self.reduce_dtype(job)]
-        sent = [Transfer(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
-        if job.settings["reshard_after_forward"]:
-            gathered = "parameters, all-gathered for the backward"
-            sent.append(Transfer(share * whole, micro, "backward", "ring", gathered))
-        sent.append(Transfer(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        size = (ranks - 1) / ranks * reduced
+        transfers = gathers(job, backward=job.settings["reshard_after_forward"])
+        transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
             size = 2 * (groups - 1) / groups * reduced / ranks
-            sent.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
-        return [*sent, *host_transfers(job)]
+            transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
+        return [*transfers, *host_transfers(job)]
 
 
 def _simulate_stream(simulation: Simulation) -> None:
@@ -103,20 +99,20 @@ def _simulate_stream(simulation: Simulation) -> None:
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     assert job.spec is not None
     trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]
-    drawn = sum(state.bytes for state in trained)
+    adapter_bytes = sum(state.bytes for state in trained)
     ledger.enter("load")
     # torch makes each parameter before Accelerate moves it to the meta device.
     largest = max(parameter.elements for parameter in job.spec.parameters)
-    ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if drawn else job.weight_dtype])
-    ledger.offload("parameters", drawn)
+    ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if adapter_bytes else job.weight_dtype])
+    ledger.offload("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", sum(shard_bytes(job, state) for state in trained))
     if job.strategy.quantized:
-        ledger.offload("parameters", -drawn)
+        ledger.offload("parameters", -adapter_bytes)
     for state in stream_weights(simulation):
         keep("parameters", shard_bytes(job, state))
     if not job.strategy.quantized:
-        ledger.offload("parameters", -drawn)
+        ledger.offload("parameters", -adapter_bytes)
 
 
 def _scatter_full_state(simulation: Simulation) -> None:
