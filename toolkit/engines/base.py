@@ -49,7 +49,7 @@ LAUNCHER_PRECISIONS = ("bf16", "fp16", "fp8")
 class Engine(OptimizerStep):
     """One way of sharding. Methods that take a `Job` build no process group and touch no device.
 
-    Below `settings` and `accelerator_kwargs` nothing asks which engine runs: what differs between engines is a method here.
+    Every difference between engines is a method here: no other code compares engines.
     """
 
     prepares_pair = True
@@ -86,7 +86,7 @@ class Engine(OptimizerStep):
         return {}
 
     def checks(self, strategy: Strategy, device: Device) -> Sequence[str]:
-        """Return the checks of `toolkit doctor` that have to pass, besides those of torch, transformers and accelerate."""
+        """Return the checks of `toolkit doctor` that have to pass, in addition to those of torch, transformers and accelerate."""
         return ()
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Engine(OptimizerStep):
         return sums
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
-        """Return what surrounds forward and backward of one micro-batch; `last` ends the accumulation."""
+        """Return a context around forward and backward of one micro-batch; `last` ends the accumulation."""
         return nullcontext()
 
     def evaluate(self, prepared: Prepared, batches: Sequence[Batch]) -> list[torch.Tensor]:

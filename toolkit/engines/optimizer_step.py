@@ -64,7 +64,13 @@ class OptimizerStep:
             norm = accelerator.clip_grad_norm_(parameters, prepared.job.train_config.max_grad_norm)
             kinds = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
             scaled = accelerator.scaler is not None
-            if found_inf is not None:
+            if found_inf is None:
+                norm = float(norm)
+                finite = math.isfinite(norm)
+                if scaled or finite:
+                    optimizer.step()
+                skipped = accelerator.optimizer_step_was_skipped if scaled else not finite
+            else:
                 found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))
                 inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
                 inner.found_inf = found_inf  # torch's fused kernels read it (torch/optim/adam.py `step`)
@@ -72,13 +78,7 @@ class OptimizerStep:
                     optimizer.step()
                 finally:
                     del inner.found_inf
-            else:
-                norm = float(norm)
-                if scaled or math.isfinite(norm):
-                    optimizer.step()
-            skipped = (
-                accelerator.optimizer_step_was_skipped if scaled else found_inf is None and not math.isfinite(norm)
-            )
+                skipped = False
             optimizer.zero_grad()
         scale = accelerator.scaler.get_scale() if scaled else 1.0
         gradients = "+".join(sorted(map(dtype_name, kinds)))

@@ -35,7 +35,7 @@ class Moves(Protocol):
     """An engine's reaction to the begin and end of modules, and to complete gradients."""
 
     grows: bool
-    """Whether a micro-batch leaves more behind than it found; the second does not add to that."""
+    """Whether the first micro-batch leaves memory allocated. Later ones add none."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle an event of `traces.Event`."""
@@ -194,7 +194,7 @@ def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[S
 
 
 def expert_copies(job: Job) -> int:
-    """Return the bytes that loading needs besides the model, without its adapter: the experts of a layer.
+    """Return the bytes that loading needs in addition to the model, without its adapter: the experts of a layer.
 
     The files have them one by one, and they are joined from copies (transformers/core_model_loading.py). Where the files are
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.

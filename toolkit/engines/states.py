@@ -44,7 +44,7 @@ class State:
 
 
 def adapted(spec: ModelSpec, targets: str) -> list[str]:
-    """Return the names of the linear modules that get an adapter; none outside the text part.
+    """Return the names of the linear modules that get an adapter, all in the text part.
 
     `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
     """

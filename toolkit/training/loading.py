@@ -234,7 +234,7 @@ def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def _copy_from_file(model: nn.Module) -> None:
-    """On CPU ranks, copy tensors that are views of the mapped file into memory that torch allocates.
+    """Copy views of the mapped file into memory that torch allocates, on CPU ranks.
 
     They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
     """

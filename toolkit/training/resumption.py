@@ -176,7 +176,7 @@ def resume_hint(folder: Folder) -> str:
 
 
 def finished(path: Path, recorded: Mapping[str, Any], train_config: TrainConfig) -> str | None:
-    """Return a sentence where a finished run has no steps left, else None.
+    """Return a sentence for a finished run without remaining steps, else None.
 
     Raises:
         RunError: as `check_not_repeated`.

@@ -126,7 +126,7 @@ def gradients_to_host(job: Job) -> list[Transfer]:
 
 
 def through_buckets(job: Job) -> Transfer:
-    """Return what stages 1 and 2 read and write on the device to reduce every gradient, on the stream that computes.
+    """Return the device memory traffic of stages 1 and 2 to reduce every gradient, on the stream that computes.
 
     Each is copied into the bucket, divided, cast, cast back, copied out, and added to the sum (`average_tensor`,
     `allreduce_and_copy`): eleven passes in the compute dtype, and two in the dtype that is sent.

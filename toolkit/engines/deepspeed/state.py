@@ -39,7 +39,7 @@ class ZeroState(Engine):
     model_no_sync = False
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Under stage 3 partition packed weights as they come, if possible; else as transformers reads."""
+        """Partition packed weights as they are read under stage 3, if possible. Otherwise transformers reads them."""
         packs = stage_of(job.strategy) == 3 and job.strategy.quantized and streams(job)
         if packs and (model := reader.defer()) is not None:
             import deepspeed
@@ -54,7 +54,7 @@ class ZeroState(Engine):
         return super().load_model(job, reader)
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""
+        """Gather a mixture of experts whole under ZeRO-3: ranks with different routes would wait for each other."""
         if stage_of(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
             from deepspeed.utils import set_z3_leaf_modules
 

@@ -149,7 +149,7 @@ class FSDP(FSDPForecast):
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Leave the weights in the files until `prepare`, if possible. Else rank 0 reads them; of packed ones every rank."""
+        """Leave the weights in the files until `prepare`, if possible. Else rank 0 reads them, and every rank packed ones."""
         if streams(job) and (model := reader.defer()) is not None:
             return model
         return reader.read() if job.strategy.quantized else reader.read_on_main()
@@ -158,7 +158,7 @@ class FSDP(FSDPForecast):
         """Merge embeddings with one shared weight into one module: FSDP2 takes a weight in one group only.
 
         Accelerate puts the input and the output embedding into one group, but not the encoder's and the decoder's
-        of a T5. Persistent buffers are kept from Accelerate, which would shard them (`hide_buffers`).
+        of a T5. Persistent buffers are hidden from Accelerate, which would shard them (`hide_buffers`).
         """
         import torch
 

@@ -166,7 +166,7 @@ class _Group:
 
 
 class _Groups:
-    """The groups of one rank, and what of them is whole."""
+    """The parameter groups of one rank, and their gathered tensors."""
 
     grows = True
 
@@ -219,7 +219,7 @@ class _Groups:
             self._reduce_scatter(first)
 
     def _end(self) -> None:
-        """Reduce what the backward of no module has reduced, and let the buffers go."""
+        """Reduce the remaining gradients, and free the buffers."""
         for group in self._groups:
             self._reduce_scatter(group)
         self._ledger.hold("buffers", -self._reducing - self._waiting)
@@ -272,7 +272,7 @@ class _Groups:
             self._ledger.hold("buffers", -group.elements * self._compute)
 
     def _reduce_scatter(self, group: _Group) -> None:
-        """Let the parameters go; copy the gradients into one buffer, which lives until the next group's; add up and scatter."""
+        """Free the parameters. Copy the gradients into one buffer, which lives until the next group's; reduce and scatter it."""
         self._free_whole(group)
         if not group.gradients:
             return
