@@ -1,5 +1,6 @@
 # make demo    trains one model under six strategies, two processes each, and prints one table
 # make test    make check, then every test that this machine can run
+# make grid    hundreds of runs beside their forecasts, in hours; goes on where it was stopped. make test repeats a sample
 # make check   style, types, layers
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 # make screenshots   make the pictures of README: JupyterLab in the system's Chromium
@@ -15,7 +16,7 @@ NOTEBOOKS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test check notebooks screenshots system-packages
+.PHONY: demo test grid check notebooks screenshots system-packages
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -32,6 +33,12 @@ check: .venv/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	.ci/check-words
+
+# A run that benchmarks/results holds for these versions and this machine is not repeated; each row has its commit.
+grid: .venv/.installed
+	$(BIN)/python benchmarks/forecast_accuracy.py --recent --runs 28
+	$(BIN)/python benchmarks/forecast_accuracy.py --adapters qlora8 --runs 20
+	$(BIN)/python benchmarks/forecast_accuracy.py --runs 300
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

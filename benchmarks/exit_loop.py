@@ -1,4 +1,4 @@
-"""A training script in the manner of Accelerate's examples, whose last calls are collectives.
+"""A training script in the manner of Accelerate's examples. Its last calls are collectives.
 
 python exit_loop.py end_training | nothing [EXIT CODE]
 """

@@ -4,10 +4,11 @@
     python benchmarks/forecast_accuracy.py --runs 400       # those that the results hold are not run again
     python benchmarks/forecast_accuracy.py --recent --runs 28  # families of 2024 to 2026, results of their own
     python benchmarks/forecast_accuracy.py --adapters qlora8   # the same
+    python benchmarks/forecast_accuracy.py --shardings zero1,hsdp --runs 4   # of these alone
     python benchmarks/forecast_accuracy.py --smoke          # whether it still runs: one run of one family
 
 Each run is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast
-is made before, in a process that trains nothing; its batch is the smallest whose forecast is over 110 MiB. What the grid
+is made before, in a process that trains nothing; its batch is the smallest with a forecast over 110 MiB. What the grid
 holds and no engine can do is refused before, and counted by its reason. Every run counts: one that fails is listed.
 
 It also lists the estimates of accelerate (`accelerate estimate-memory`) and DeepSpeed (`estimate_zero*_model_states_mem_needs`).
@@ -363,6 +364,7 @@ def main() -> None:
     made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
     made.add_argument("--recent", action="store_true", help="the families of 2024 to 2026")
     made.add_argument("--adapters", default=ADAPTERS, help="(default: %(default)s)")
+    made.add_argument("--shardings", default=",".join(AXES["sharding"]), help="(default: all)")
     made.add_argument("--again", action="store_true", help="measure also what the results hold already")
     made.add_argument("--forecast", action="store_true", help=argparse.SUPPRESS)
     arguments = parse(made, runs=1)
@@ -376,6 +378,7 @@ def main() -> None:
     families = RECENT if arguments.recent else FAMILIES
     known_specs = specs(work, (str(SMOKE["family"]),) if arguments.smoke else families)
     able, refused = possible(known_specs, arguments.adapters.split(","))
+    able = [case for case in able if case.sharding in arguments.shardings.split(",")]
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]

@@ -1,4 +1,4 @@
-"""Loss curves of ZeRO-2 in bf16 whose gradients add up in fp32, and in bf16 (`--grad-accum-dtype`), on two CPU ranks.
+"""Loss curves of ZeRO-2 in bf16 with gradients that accumulate in fp32, and in bf16 (`--grad-accum-dtype`), on two CPU ranks.
 
     python benchmarks/grad_accum.py                    # results into benchmarks/results/grad_accum.json and .md
     python benchmarks/grad_accum.py --smoke            # whether it still runs: two steps

@@ -41,7 +41,7 @@ PLAN = ("commit", "sharding", "ranks", "steps", "strikes", "seed")
 
 
 STARTING = 2
-"""A seed whose first strike falls into a start, which is sooner than a step."""
+"""A seed with its first strike in a start, which is sooner than a step."""
 
 
 def make_inputs(work: Path) -> None:

@@ -25,10 +25,10 @@ from toolkit.forecasting import forecast_job
 from toolkit.forecasting.result import Forecast
 
 SMOKE = ("SmolLM2-135M, LoRA, eager, 1 x 4,096, T4", "GPT-2 10B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB")
-"""Runs whose forecast takes seconds, and which have every kind of figure but the host's."""
+"""Runs with a forecast in seconds, and with every kind of figure but the host's."""
 
 STEP = ("forward", "backward", "step")
-"""The phases whose highest is compared."""
+"""The phases. The highest of them is compared."""
 
 
 def compared(run: Published) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def beyond_the_allocator(rows: Sequence[dict[str, Any]]) -> str:
     more = [one["process"] / one["memory"] - 1 for one in said if one["process"]]
     return (
         "Context and fragmentation are not in these figures, but in `fits`: "
-        f"in the {len(more)} runs whose publication tells both, the process took "
+        f"in the {len(more)} runs with both figures published, the process took "
         f"{statistics.median(more):.0%} more in the median, {max(more):.0%} at most."
     )
 
@@ -122,7 +122,7 @@ def forecast_batch(run: Largest, micro_batch: int) -> Forecast:
 
 
 def largest_batch(run: Largest) -> int:
-    """The largest micro-batch whose forecast fits; 0 where 1 does not."""
+    """Return the largest micro-batch that fits by its forecast; 0 where 1 does not fit."""
     fits, above = 0, 1
     while forecast_batch(run, above).fits:
         fits, above = above, 2 * above

@@ -2,7 +2,7 @@
 
 Configurations are written out from the models' cards. Where a publication leaves something open, the row says what is assumed.
 `published_t4.json` holds rows of fitcheck-llm 0.3.1 (pypi.org, its source distribution's data/measurements; Anas Bouzid, MIT):
-every run of LoRA over 16-bit weights whose kernels the toolkit would take too, each configuration once. Its runs over 4 bits
+every run of LoRA over 16-bit weights with kernels that the toolkit takes too, each configuration once. Its runs over 4 bits
 keep embeddings, norms and the head in fp32, those of grouped heads under sdpa replace torch's function: the toolkit does neither.
 """
 
@@ -184,7 +184,7 @@ def peft() -> Iterator[Published]:
 
 
 def zero_offload() -> Iterator[Published]:
-    """One GPU, whose host has the optimizer."""
+    """One GPU; the host has the optimizer."""
     for size, layers, batch, accumulation, tflops in (("10B", 50, 10, 51, 40), ("13B", 65, 4, 128, 30)):
         yield Published(
             what=f"GPT-2 {size}, ZeRO-2, optimizer offloaded, 1 x V100 32 GB",
@@ -211,8 +211,9 @@ def t4() -> Iterator[Published]:
         yield Published(
             what=f"{name}, LoRA, {row['attention']}, {row['micro_batch']} x {row['seq_len']:,}, T4",
             source="fitcheck-llm 0.3.1, data/measurements",
-            assumed="its loop keeps the fp16 logits until the step ends, which is added here; adapters compute in fp32 there, and "
-            "the time is one step's; by these runs' time the T4's sustained share was chosen",
+            assumed="its loop keeps the fp16 logits until the step ends: they are added to backward and step, not to the "
+            "forward, where Accelerate's cast to fp32 frees them before the loss; adapters compute in fp32 there, and the time "
+            "is one step's; by these runs' time the T4's sustained share was chosen",
             config=kind(**row["config"], max_position_embeddings=8192),
             hardware="1x T4",
             strategy=tk.Strategy(

@@ -6,7 +6,7 @@
 Stopped or killed, the same command goes on: every run is a line in `script_exit.jsonl` in the folder of the results.
 Remove that file to measure again.
 
-A run starts `exit_loop.py`, whose last calls are collectives, on gloo ranks: by `accelerate launch` with the file in
+A run starts `exit_loop.py` (its last calls are collectives) on gloo ranks: by `accelerate launch` with the file in
 `accelerate_configs/`, or by `toolkit launch`, with `accelerator.end_training()` as its last call or without. A run that has not
 ended after `--limit` seconds hangs, and its processes are killed.
 """

@@ -136,7 +136,7 @@ assert any("KV cache off" in note for note in base.notes)
 # ## Attention backends
 #
 # The same function, computed in two ways. `eager` writes down the scores of every token with every other, head by
-# head: N² numbers a layer, kept for the backward. `sdpa` is torch's `scaled_dot_product_attention`, whose kernel
+# head: N² numbers a layer, kept for the backward. `sdpa` is torch's `scaled_dot_product_attention`: its kernel
 # computes the scores block by block and keeps none. (`flash_attention_2` and `flash_attention_3` do the same in
 # kernels of their own; `auto` takes the best that is installed.)
 

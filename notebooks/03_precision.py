@@ -26,7 +26,7 @@ tk.environment()
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda" and tk.hardware().count > 1  # sharding takes two ranks, and each its own GPU
 STEPS = 20 if GPU else 8  # of each run
-SHARDINGS = "ddp,zero2,zero3,fsdp"  # those whose ledgers are compared
+SHARDINGS = "ddp,zero2,zero3,fsdp"  # their ledgers are compared
 STAGES = "zero3,fsdp"  # those that are looked into at each stage
 SCALE = 2.0**24  # what the loss is multiplied by at first: so much that fp16 overflows
 TOKENS = 1024 if GPU else 64  # of a batch in the loops that are written out here
@@ -45,6 +45,7 @@ from toolkit.config.tables import PRECISIONS
 from toolkit.core.atomic_io import read_events
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
+from toolkit.core.pictures import picture
 from toolkit.core.units import format_bytes
 from toolkit.training.preparation import audit
 
@@ -59,9 +60,9 @@ def table(title, columns, rows):
     return HTML(Table(title=title, columns=columns, rows=rows).html())
 
 
-def show(picture, title, columns, rows):
+def show(chart, title, columns, rows):
     """A picture and its table."""
-    return HTML(figure(picture, Table(title=title, columns=columns, rows=rows)))
+    return HTML(figure(chart, Table(title=title, columns=columns, rows=rows)))
 
 
 # %% [markdown]
@@ -96,26 +97,21 @@ table("What torch.finfo says", columns, rows)
 
 # %%
 ROLES = {"sign": "#465156", "exponent": "#a21600", "mantissa": "#1649ff"}
-body, said = [], []
-for line, (name, *counts) in enumerate([row[:4] for row in rows]):
-    body.append(f'<text x="12" y="{75 + 34 * line}">{name}</text>')
-    said.append(f"{name}: " + ", ".join(f"{count} {role}" for role, count in zip(ROLES, counts, strict=True)))
-    colours = [colour for colour, count in zip(ROLES.values(), counts, strict=True) for _ in range(count)]
-    body += [
-        f'<rect x="{60 + 21 * place}" y="{58 + 34 * line}" width="19" height="24" fill="{colour}"/>'
-        for place, colour in enumerate(colours)
-    ]
-for place, (role, colour) in enumerate(ROLES.items()):
-    body.append(f'<rect x="{60 + 110 * place}" y="34" width="12" height="12" fill="{colour}"/>')
-    body.append(f'<text x="{78 + 110 * place}" y="45">{role}</text>')
-HTML(
-    '<svg class="toolkit-picture" xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="bits-t bits-d" '
-    'viewBox="0 0 760 166" width="760" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" '
-    'font-size="13" fill="#1f2937">'
-    f'<title id="bits-t">Where the bits go</title><desc id="bits-d">{". ".join(said)}.</desc>'
-    '<rect width="760" height="166" rx="8" fill="#fff"/>'
-    f'<text x="12" y="22" font-size="15" font-weight="600">Where the bits go</text>{"".join(body)}</svg>'
-)
+
+
+def draw_bits(axes):
+    axes.set(xlim=(0, 32), ylim=(len(rows), 0), xticks=[])
+    axes.set_yticks([line + 0.5 for line in range(len(rows))], [row[0] for row in rows], size=13)
+    for line, row in enumerate(rows):
+        colours = [colour for colour, count in zip(ROLES.values(), row[1:4], strict=True) for _ in range(count)]
+        axes.barh(line + 0.5, 0.9, 0.7, left=[place + 0.05 for place in range(len(colours))], color=colours)
+
+
+bits = [
+    f"{row[0]}: " + ", ".join(f"{count} {role}" for role, count in zip(ROLES, row[1:4], strict=True)) for row in rows
+]
+legend = {role: {"color": colour, "lw": 12} for role, colour in ROLES.items()}
+HTML(picture("Where the bits go", ". ".join(bits), draw_bits, legend, sides=(60, 28), heights=(6, 34 * len(rows), 12)))
 
 # %% [markdown]
 # bf16 is fp32 with the last 16 mantissa bits cut off: the same range, much coarser steps. fp16 has finer steps, and a
@@ -161,8 +157,8 @@ assert abs(walks["fp32"][-1]) < 1e-4
 assert max(abs(a - b) for a, b in zip(walks["bf16 copy of an fp32 master"], walks["fp32"], strict=True)) < 2**-8
 lines = {name: list(enumerate(values, start=1)) for name, values in walks.items()}
 ends = [(name, f"{values[0]:.6g}", f"{values[499]:.6g}", f"{values[-1]:.6g}") for name, values in walks.items()]
-picture = curve(lines, title="1 − 0.001 − 0.001 − …", x="updates", y="weight")
-show(picture, "The weight", ("kept in", "after 1", "after 500", "after 1000"), ends)
+chart = curve(lines, title="1 − 0.001 − 0.001 − …", x="updates", y="weight")
+show(chart, "The weight", ("kept in", "after 1", "after 500", "after 1000"), ends)
 
 # %% [markdown]
 # ## A short range loses small gradients
@@ -220,8 +216,8 @@ smallest = math.log2(NORMAL * torch.finfo(torch.float16).eps)
 assert smallest == -24
 lines["fp16's smallest"] = [(smallest, 0.0), (smallest, max(value for line in lines.values() for _, value in line))]
 rows = [(f"{scale:,}", *(f"{share:.3%}" for share in shares(scale))) for scale in SCALES]
-picture = curve(lines, title="Sizes of a real model's gradients", x="log2 of the size", y="% of all")
-show(picture, "Gradients in fp16", ("loss times", "become zero", "lose digits", "become infinite"), rows)
+chart = curve(lines, title="Sizes of a real model's gradients", x="log2 of the size", y="% of all")
+show(chart, "Gradients in fp16", ("loss times", "become zero", "lose digits", "become infinite"), rows)
 
 # %% [markdown]
 # ## An overflow, made and survived
@@ -269,8 +265,8 @@ rows = [
     for number, row in enumerate(fp16, start=1)
 ]
 scales = [(number, math.log2(row["scale"])) for number, row in enumerate(fp16, start=1)]
-picture = curve({"log2 of the scale": scales}, title="The scale finds its place", x="try", y="log2")
-show(picture, "Every try", ("try", "loss", "scale", "step"), rows)
+chart = curve({"log2 of the scale": scales}, title="The scale finds its place", x="try", y="log2")
+show(chart, "Every try", ("try", "loss", "scale", "step"), rows)
 
 # %% [markdown]
 # ## bf16 needs none of this
@@ -291,8 +287,8 @@ apart = {name: max(abs(a - b) / b for a, b in zip(good[name], good["fp32"], stri
 assert max(apart.values()) < 0.01
 lines = {name: list(enumerate(values, start=1)) for name, values in good.items()}
 rows = [(name, f"{values[0]:.4f}", f"{values[-1]:.4f}", f"{apart.get(name, 0):.1e}") for name, values in good.items()]
-picture = curve(lines, title="Loss in three precisions", x="good step", y="loss")
-show(picture, "Losses", ("precision", "first", "last", "largest relative difference"), rows)
+chart = curve(lines, title="Loss in three precisions", x="good step", y="loss")
+show(chart, "Losses", ("precision", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## On several ranks: one word
@@ -384,8 +380,8 @@ rows = [
     for word, held in audits.items()
 ]
 each = [(row.label, *(format_bytes(size) for size in row.parts.values())) for row in rows]
-picture = bars(rows, title=f"Held by rank 0 between two steps, bf16, {RANKS} ranks")
-show(picture, "Bytes", ("sharding", "parameters", "masters", "optimizer"), each)
+chart = bars(rows, title=f"Held by rank 0 between two steps, bf16, {RANKS} ranks")
+show(chart, "Bytes", ("sharding", "parameters", "masters", "optimizer"), each)
 
 # %% [markdown]
 # Bytes an element, with N ranks: DDP 4 + 8; ZeRO-2 2 + 12/N; ZeRO-3 14/N; FSDP 12/N. The assertions above hold the
@@ -527,8 +523,8 @@ rows = [
     (result.sharding, f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}", f"{comparison.difference(result):.1e}")
     for result in results
 ]
-picture = curve(lines, title=f"{RANKS} ranks, bf16", x="step", y="loss")
-show(picture, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
+chart = curve(lines, title=f"{RANKS} ranks, bf16", x="step", y="loss")
+show(chart, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## Exercises

@@ -45,6 +45,7 @@ from toolkit.comparison import Comparison, read_run
 from toolkit.core.atomic_io import read_events
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
+from toolkit.core.pictures import picture
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 
 transformers.utils.logging.set_verbosity_error()
@@ -59,9 +60,9 @@ def table(title, columns, rows):
     return HTML(Table(title=title, columns=columns, rows=rows).html())
 
 
-def show(picture, title, columns, rows):
+def show(chart, title, columns, rows):
     """A picture and its table."""
-    return HTML(figure(picture, Table(title=title, columns=columns, rows=rows)))
+    return HTML(figure(chart, Table(title=title, columns=columns, rows=rows)))
 
 
 def spread(found, expected):
@@ -79,37 +80,37 @@ def spread(found, expected):
 BLUE, PALE, RED, GREY, INK = "#1649ff", "#dbe4ff", "#a21600", "#4b5563", "#1f2937"
 
 
-def draw(name, title, told, height, body):
-    """An SVG with a title and a description, on a white ground of its own."""
-    return HTML(
-        f'<svg class="toolkit-picture" xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-t {name}-d" '
-        f'width="760" viewBox="0 0 760 {height}" style="max-width:100%;height:auto" font-family="system-ui,sans-serif" '
-        f'font-size="12"><title id="{name}-t">{title}</title><desc id="{name}-d">{told}</desc>'
-        f'<rect width="760" height="{height}" rx="8" fill="#fff"/>'
-        f'<text x="12" y="24" font-size="15" font-weight="600" fill="{INK}">{title}</text>{"".join(body)}</svg>'
-    )
+def draw(title, description, height, fill):
+    """A picture; `fill` draws on axes with one unit a pixel, from the upper left corner."""
+
+    def fill_pixels(axes):
+        axes.set(xlim=(0, 760), ylim=(height, 0), xticks=[], yticks=[])
+        fill(axes)
+
+    return HTML(picture(title, description, fill_pixels, {}, sides=(0, 0), heights=(0, height, 0)))
 
 
-def text(x, y, words, colour=INK, anchor="middle", weight=400):
-    return f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
+def text(axes, x, y, words, colour=INK, anchor="center", weight="normal"):
+    axes.text(x, y, words, color=colour, ha=anchor, va="baseline", size=12, weight=weight)
 
 
-def box(x, y, width, fill, stroke="#8b95a3"):
-    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" fill="{fill}" stroke="{stroke}"/>'
+def box(axes, x, y, width, fill, stroke="#8b95a3"):
+    axes.barh(y + 10, width, 20, left=x, color=fill, edgecolor=stroke, linewidth=1, clip_on=False)
 
 
-def panel(place, name, note, above, rows, held, gathers=False):
+def panel(axes, place, name, note, above, rows, held, gathers=False):
     """Four devices in columns; `held(device, row)` is the stretch of a row's box that the device holds, or None."""
     x = 30 + 148 * place
-    found = [text(x + 62, 52, name, weight=600), text(x + 62, 68, note, GREY)]
+    text(axes, x + 62, 18, name, weight="bold")
+    text(axes, x + 62, 34, note, GREY)
     for device in range(4):
         left = x + 32 * device
-        found += [text(left + 14, 90, above[device]), text(left + 14, 110 + 26 * rows, device, GREY)]
+        text(axes, left + 14, 56, above[device])
+        text(axes, left + 14, 76 + 26 * rows, device, GREY)
         for row in range(rows):
-            found.append(box(left, 98 + 26 * row, 28, PALE if gathers else "#fff"))
+            box(axes, left, 64 + 26 * row, 28, PALE if gathers else "#ffffff")
             if (part := held(device, row)) is not None:
-                found.append(box(left + 28 * part[0], 98 + 26 * row, 28 * (part[1] - part[0]), BLUE, BLUE))
-    return "".join(found)
+                box(axes, left + 28 * part[0], 64 + 26 * row, 28 * (part[1] - part[0]), BLUE, BLUE)
 
 
 def whole(device, row):
@@ -131,13 +132,17 @@ ways = (
     ("Pipeline", "GPipe, 1F1B", "1234", layer, "As layers, but micro-batches follow each other."),
     ("Tensor", "Megatron", "AAAA", quarter, "Each computes with its slice of every matrix. Results are summed."),
 )
-body = [
-    panel(place, name, note, above, 4, held, gathers=name == "Sharded data")
-    for place, (name, note, above, held, _) in enumerate(ways)
-]
-body += [text(24, 112 + 26 * row, row + 1, GREY, "end") for row in range(4)]
-told = " ".join(f"{name} ({note}): {said}" for name, note, _, _, said in ways)
-draw("ways", "Five ways to put a model of four layers on four devices", told, 226, body)
+
+
+def draw_ways(axes):
+    for place, (name, note, above, held, _) in enumerate(ways):
+        panel(axes, place, name, note, above, 4, held, gathers=name == "Sharded data")
+    for row in range(4):
+        text(axes, 24, 78 + 26 * row, row + 1, GREY, "right")
+
+
+description = " ".join(f"{name} ({note}): {effect}" for name, note, _, _, effect in ways)
+draw("Five ways to put a model of four layers on four devices", description, 192, draw_ways)
 
 # %%
 table("", ("parallelism", "known as", "what happens"), [(name, note, said) for name, note, _, _, said in ways])
@@ -155,18 +160,21 @@ grades = (
     ("ZeRO-3", "", (quarter, quarter, quarter)),
     ("FSDP", "full shard, grad-op", (quarter, quarter, quarter)),
 )
-body = [
-    panel(place, name, note, "ABCD", 3, lambda device, row, held=held: held[row](device, row))
-    for place, (name, note, held) in enumerate(grades)
-]
-body += [text(24, 112 + 26 * row, letter, GREY, "end") for row, letter in enumerate("PGO")]
-body.append(
-    text(12, 206, "P: parameters, G: gradients, O: optimizer states, twice the parameters with Adam.", GREY, "start")
-)
-told = "Rows are parameters, gradients and optimizer states. " + " ".join(
+
+
+def draw_grades(axes):
+    for place, (name, note, held) in enumerate(grades):
+        panel(axes, place, name, note, "ABCD", 3, lambda device, row, held=held: held[row](device, row))
+    for row, letter in enumerate("PGO"):
+        text(axes, 24, 78 + 26 * row, letter, GREY, "right")
+    legend = "P: parameters, G: gradients, O: optimizer states, twice the parameters with Adam."
+    text(axes, 12, 172, legend, GREY, "left")
+
+
+description = "Rows are parameters, gradients and optimizer states. " + " ".join(
     f"{name} keeps {held.count(whole)} of the three whole on every device." for name, _, held in grades
 )
-draw("grades", "What is sharded between two steps, on four devices", told, 218, body)
+draw("What is sharded between two steps, on four devices", description, 184, draw_grades)
 
 # %%
 kept = {whole: "whole", quarter: "a quarter"}
@@ -203,15 +211,22 @@ for micro in (1, 2, 4, 16, 64):
     assert abs(idle(STAGES, micro) - (STAGES - 1) / (micro + STAGES - 1)) < 1e-12
 
 waiting = f"{idle(STAGES, MICRO):.0%}"
-body = [text(60, 64 + 26 * stage, f"device {stage}", GREY) for stage in range(STAGES)]
-for (stage, time), (one, way) in schedule(STAGES, MICRO).items():
-    x, y, colour = 100 + 44 * time, 50 + 26 * stage, BLUE if way == "forward" else RED
-    body += [box(x, y, 42, colour, colour), text(x + 21, y + 15, f"{way[0].upper()}{one + 1}", "#fff")]
-body.append(text(100, 178, f"F: forward, B: backward of a micro-batch. White is waiting: {waiting}.", GREY, "start"))
-told = (
+
+
+def draw_schedule(axes):
+    for stage in range(STAGES):
+        text(axes, 60, 30 + 26 * stage, f"device {stage}", GREY)
+    for (stage, time), (one, direction) in schedule(STAGES, MICRO).items():
+        x, y, colour = 100 + 44 * time, 16 + 26 * stage, BLUE if direction == "forward" else RED
+        box(axes, x, y, 42, colour, colour)
+        text(axes, x + 21, y + 15, f"{direction[0].upper()}{one + 1}", "#ffffff")
+    text(axes, 100, 144, f"F: forward, B: backward of a micro-batch. White is waiting: {waiting}.", GREY, "left")
+
+
+description = (
     f"{STAGES} devices, {MICRO} micro-batches: forwards go down the devices, then backwards up. {waiting} is waiting."
 )
-draw("pipeline", "A pipeline of four stages over time", told, 190, body)
+draw("A pipeline of four stages over time", description, 156, draw_schedule)
 
 # %%
 rows = [(micro, f"{idle(STAGES, micro):.0%}") for micro in (1, 2, 4, 16, 64)]
@@ -293,12 +308,12 @@ for word, result in results.items():
     optimizer = 8 * elements / (1 if word == "ddp" else RANKS)
     assert abs(result.measured["parts"].get("optimizer", optimizer) - optimizer) < 0.08 * elements
 
-picture = bars(
+chart = bars(
     [Bar(label=word, parts=result.measured["parts"]) for word, result in results.items()],
     title=f"At the peak, the fullest of {RANKS} ranks (measured)",
 )
 rows = [(word, *map(format_bytes, result.parameter_bytes_per_rank)) for word, result in results.items()]
-show(picture, "Parameters held between steps", ("sharding", *(f"rank {rank}" for rank in range(RANKS))), rows)
+show(chart, "Parameters held between steps", ("sharding", *(f"rank {rank}" for rank in range(RANKS))), rows)
 
 # %% [markdown]
 # Two ranks are few. In fp32 DeepSpeed keeps a second copy of its shard as *master*, and ZeRO-3 gathers into buffers:
@@ -326,8 +341,8 @@ states = {word: [(ranks, states_of(word, ranks)) for ranks in COUNTS] for word i
 assert states["ddp"][0][1] == states["ddp"][-1][1]  # DDP never shrinks
 assert all(line[-1][1] < line[0][1] for word, line in states.items() if word != "ddp")
 rows = [(word, *(f"{size:.1f}" for _, size in line)) for word, line in states.items()]
-picture = curve(states, title="States shrink with the ranks (forecast, fp32)", x="ranks", y="MiB a rank")
-show(picture, "MiB of states a rank", ("sharding", *(f"{ranks} ranks" for ranks in COUNTS)), rows)
+chart = curve(states, title="States shrink with the ranks (forecast, fp32)", x="ranks", y="MiB a rank")
+show(chart, "MiB of states a rank", ("sharding", *(f"{ranks} ranks" for ranks in COUNTS)), rows)
 
 # %% [markdown]
 # ## What is sent
@@ -385,12 +400,12 @@ volume = {
 }
 for word, run in runs.items():
     assert run.memory["forecast"]["communication_bytes"] == round(sum(volume[word].values()))
-picture = bars(
+chart = bars(
     [Bar(label=word, parts=parts) for word, parts in volume.items()],
     title=f"Sent by a rank in a step, {RANKS} ranks (computed)",
 )
 rows = [(word, sum(HALVES[word].values()), format_bytes(sum(parts.values()))) for word, parts in volume.items()]
-show(picture, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
+show(chart, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
 
 # %% [markdown]
 # ## Two families, one vocabulary
@@ -485,8 +500,8 @@ rows = [
     (word, f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}", f"{comparison.difference(result):.0e}")
     for word, result in results.items()
 ]
-picture = curve(lines, title=f"{len(WORDS)} shardings, one curve", x="step", y="loss")
-show(picture, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
+chart = curve(lines, title=f"{len(WORDS)} shardings, one curve", x="step", y="loss")
+show(chart, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## Five lines: from a plain loop to an Accelerate one
@@ -623,8 +638,8 @@ lines = {name: list(enumerate(losses, start=1)) for name, losses in curves.items
 rows = [
     (name, f"{losses[0]:.5f}", f"{losses[-1]:.5f}", f"{spread(losses, alone):.0e}") for name, losses in curves.items()
 ]
-picture = curve(lines, title="The same losses", x="step", y="loss")
-show(picture, "Losses", ("run", "first", "last", "largest relative difference"), rows)
+chart = curve(lines, title="The same losses", x="step", y="loss")
+show(chart, "Losses", ("run", "first", "last", "largest relative difference"), rows)
 
 # %% [markdown]
 # ## Worked example 1: a larger batch in the same memory
@@ -668,7 +683,7 @@ batch = {word: one.train_config.micro_batch for word, one in found.items()}
 epoch = {word: epoch_seconds(EPOCH, batch[word], 2, one.timing.step_seconds) for word, one in found.items()}
 assert batch["zero2"] > 1.5 * batch["ddp"]
 assert epoch["zero2"] < epoch["ddp"]
-picture = bars(
+chart = bars(
     [Bar(label=f"{word}, micro-batch {batch[word]}", parts=one.parts) for word, one in found.items()],
     title="The same memory, put to another use (forecast)",
     limit=found["ddp"].limit_bytes,
@@ -685,7 +700,7 @@ rows = [
     for word, one in found.items()
 ]
 title = f"T5-large's shape ({format_count(spec.elements)}), 512 tokens; an epoch of {EPOCH:,} pairs"
-show(picture, title, ("sharding", "largest micro-batch", "peak", "a step", "an epoch"), rows)
+show(chart, title, ("sharding", "largest micro-batch", "peak", "a step", "an epoch"), rows)
 
 # %% [markdown]
 # The bytes of such a forecast are usually within a percent or two; the seconds are a roofline over the card's speeds,
@@ -745,7 +760,7 @@ assert all(word in ("zero3", "fsdp") and offload != "none" for word, offload in 
     "only what shards all, and offloads"
 )
 shown = ("zero2", "optimizer"), ("zero3", "none"), ("zero3", "cpu"), ("fsdp", "none"), ("fsdp", "cpu")
-picture = bars(
+chart = bars(
     [Bar(label=f"{word}, offload {offload}", parts=tried[word, offload].parts) for word, offload in shown],
     title="What a GPU would hold (forecast)",
     limit=tried["zero3", "cpu"].limit_bytes,
@@ -757,7 +772,7 @@ rows = [
     for key, one in tried.items()
 ]
 columns = ("sharding", "offload", "", "peak of a GPU", "host memory", "a step")
-show(picture, f"GPT-2's shape, {format_count(huge.elements)} parameters, on {NAMED} (forecast)", columns, rows)
+show(chart, f"GPT-2's shape, {format_count(huge.elements)} parameters, on {NAMED} (forecast)", columns, rows)
 
 # %% [markdown]
 # Only ZeRO-3 with offload fits, and FSDP's offload, which is the same idea. The price: weights and gradients cross

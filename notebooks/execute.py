@@ -53,7 +53,7 @@ def addresses(name: str) -> tuple[str, str]:
 
 
 def sources(chosen: Sequence[str] = ()) -> list[Path]:
-    """The notebooks' sources, in their order; or those whose names begin like one of `chosen`."""
+    """The notebooks' sources, in their order; with `chosen`, those with such a beginning of their name."""
     found = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
     return [path for path in found if not chosen or path.name.startswith(tuple(chosen))]
 
@@ -111,7 +111,7 @@ def claims(notebook: nbformat.NotebookNode) -> list[str]:
 class _Kept(OutputWidget):
     """Keeps what an output widget shows, as nbclient does, and does not tell the kernel what it has kept.
 
-    nbclient's message goes over the socket whose reply it waits for, and may take that reply's wake-up with it: about
+    nbclient waits for a reply on the socket of this message, which may take that reply's wake-up with it: about
     every fiftieth cell with a slider then waited without end (jupyter/nbclient#312).
     """
 
@@ -153,7 +153,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
 
 
 def tidied(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """The same, as it is kept: no output says in which folders, on whose account or on which host it was made.
+    """The same, as it is kept: no output names the folders, the account or the host where it was made.
 
     Nor does one say anything twice, or show a widget, which needs a kernel: a notebook shows its content next to it.
     """

@@ -149,7 +149,7 @@ def test_offloaded_states_are_written_from_their_own_memory_and_the_rest_is_copi
     run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU machine, where moments in host memory have no second copy: the optimizer waits for the file."""
-    monkeypatch.setattr(checkpoint_writer, "SNAPSHOT_CHUNK", 4096)
+    monkeypatch.setattr(checkpoint_writer, "SNAPSHOT_CHUNK", 4300)
     monkeypatch.setattr(CheckpointWriter, "stays", lambda self, item: item.region.kind.startswith("exp_avg"))
     saved = threading.Event()
     save_tensors = checkpoint_writer.save_tensors
@@ -174,8 +174,10 @@ def test_offloaded_states_are_written_from_their_own_memory_and_the_rest_is_copi
     manifest = read_manifest(done.path)
     weights = sum(parameter.nbytes for parameter in run["ours"].model.parameters())
     assert weights <= sum(chunk.nbytes for chunk in policy._chunks) < weights + 100 * len(policy.layout.mine)
-    assert max(chunk.nbytes for chunk in policy._chunks) <= 4096
-    assert max(item.tensor.nbytes for item in policy.layout.mine) <= 4096
+    sizes = [chunk.nbytes for chunk in policy._chunks]
+    assert max(sizes) <= 4300
+    assert len(sizes) == -(-sum(sizes) // 4300), "a chunk is filled before another is begun"
+    assert max(item.tensor.nbytes for item in policy.layout.mine) <= 4300
     restore(run["ours"], run["schedule"], ResumePoint(path=done.path, manifest=manifest, skipped=()), run["identity"])
     for moment, value in zip(moments, before, strict=True):
         assert moment.equal(value)

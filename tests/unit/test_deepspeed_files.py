@@ -140,16 +140,19 @@ def test_a_flag_that_contradicts_the_file_is_refused() -> None:
         agree_train_config(tk.TrainConfig(scheduler="constant"), environ)
 
 
-def test_the_rate_is_deepspeeds_two_steps_earlier() -> None:
-    """DeepSpeed's first two steps have the lowest rate; ours begin where its third is."""
-    step = tk.TrainConfig(lr=1e-3, min_lr=1e-5, warmup=10, warmup_type="log", scheduler="linear", steps=40)
-    theirs_optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    theirs = WarmupDecayLR(theirs_optimizer, 40, 1e-5, 1e-3, 10, "log")
+@pytest.mark.parametrize(("warmup_type", "ahead"), [("log", 1), ("linear", 2)])
+def test_the_rate_runs_ahead_of_deepspeeds(warmup_type: str, ahead: int) -> None:
+    """DeepSpeed's first two steps have the lowest rate."""
+    step = tk.TrainConfig(lr=1e-3, min_lr=1e-5, warmup=10, warmup_type=warmup_type, scheduler="linear", steps=40)
+    schedule = WarmupDecayLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3), 40, 1e-5, 1e-3, 10, warmup_type
+    )
     rates = []
-    for _ in range(10):
-        theirs.step()
-        rates.append(theirs.get_last_lr()[0])
-    assert [1e-3 * step.rate_factor(done) for done in range(10)] == pytest.approx(rates)
+    for _ in range(10 + ahead):
+        rates.append(schedule.get_last_lr()[0])
+        schedule.step()  # DeepSpeed's engine does so after each step
+    assert rates[0] == rates[1] == 1e-5
+    assert [1e-3 * step.rate_factor(done) for done in range(10)] == pytest.approx(rates[ahead:])
 
 
 def test_schedules() -> None:

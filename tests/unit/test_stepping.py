@@ -97,11 +97,13 @@ def test_no_step_follows_one_that_is_not_finite(
     """Also where its numbers are read when the next step has been computed."""
     import torch
 
-    calls = 0
+    calls, generators = 0, []
 
     def spoil(_: Any, __: Any, output: Any) -> Any:
         nonlocal calls
         calls += 1
+        generators.append(torch.get_rng_state())
+        torch.rand(1)  # as dropout draws
         if calls == 3 and how == "gradient":
             output.register_hook(lambda gradient: gradient * math.inf)
         return output * math.nan if calls == 3 and how == "loss" else output
@@ -119,6 +121,7 @@ def test_no_step_follows_one_that_is_not_finite(
     after, *found = states(run)
     assert all(torch.equal(a, b) for a, b in zip(after, tensors, strict=True))
     assert found == expected
+    assert torch.equal(torch.get_rng_state(), generators[2])
 
 
 def test_numbers_that_are_read_late_are_the_same(run: dict[str, Any], restore: Callable[[], None]) -> None:

@@ -109,6 +109,8 @@ class CheckpointWriter:
         self._waits: bool = any(gather_object([any(map(self.stays, self.layout.mine))]))
         """Whether the steps wait for a write: equal on every rank, though a rank's own part may be all padding."""
         self._chunks: list[torch.Tensor] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        """Of each item in the snapshot: its chunk, and its first byte there."""
         self._in_file = threading.Event()
         self._writer = BackgroundWriter()
         self._error: BaseException | None = None
@@ -183,14 +185,21 @@ class CheckpointWriter:
             raise self._error
 
     def _make_chunks(self) -> None:
-        """Allocate the snapshot: buffers of at most `SNAPSHOT_CHUNK` bytes. Pinned memory is rounded up to a power of two."""
+        """Allocate the snapshot: buffers of at most `SNAPSHOT_CHUNK` bytes, each filled before another one is begun.
+
+        Pinned memory is rounded up to a power of two.
+        """
         import torch
 
-        sizes = [0]
+        sizes: list[int] = []
         for item in self.layout.mine:
             if not self.stays(item):
                 size = round_up(item.tensor.nbytes, ALIGNMENT)
-                sizes = [*sizes, size] if sizes[-1] + size > SNAPSHOT_CHUNK else [*sizes[:-1], sizes[-1] + size]
+                chunk = next((at for at, filled in enumerate(sizes) if filled + size <= SNAPSHOT_CHUNK), len(sizes))
+                if chunk == len(sizes):
+                    sizes.append(0)
+                self._places[item.region.key] = (chunk, sizes[chunk])
+                sizes[chunk] += size
         pinned = self.prepared.accelerator.device.type == "cuda"
         self._chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
@@ -198,20 +207,17 @@ class CheckpointWriter:
         """Copy this rank's items into host memory, in chunks that are used again."""
         import torch
 
-        if not self._chunks:
+        if not self._places:
             self._make_chunks()
-        chunks, start, tensors = iter(self._chunks), 0, {}
-        chunk = next(chunks)
+        tensors = {}
         for item in self.layout.items():
-            tensors[item.region.key] = item.tensor
-            if self.stays(item):
-                continue
-            if start + item.tensor.nbytes > chunk.nbytes:
-                chunk, start = next(chunks), 0
-            flat = chunk[start : start + item.tensor.nbytes].view(item.tensor.dtype)
-            tensors[item.region.key] = flat.view(item.tensor.shape)
-            tensors[item.region.key].copy_(item.tensor, non_blocking=True)
-            start += round_up(item.tensor.nbytes, ALIGNMENT)
+            key = item.region.key
+            tensors[key] = item.tensor
+            if not self.stays(item):
+                chunk, start = self._places[key]
+                flat = self._chunks[chunk][start : start + item.tensor.nbytes].view(item.tensor.dtype)
+                tensors[key] = flat.view(item.tensor.shape)
+                tensors[key].copy_(item.tensor, non_blocking=True)
         if self.prepared.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         return tensors | {f"{GENERATOR}:{name}": state for name, state in read_generators().items()}

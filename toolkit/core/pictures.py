@@ -181,6 +181,9 @@ def _drawn(
     whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, **look)
     whole.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue()
+    assert "<use" not in svg, (
+        "a marker or a collection is drawn by a reference to an id, which a page cannot have twice"
+    )
     body = re.sub(r">\s+<", "><", svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")])
     body = re.sub(r'<g id="hover:([^"]*)">', r"<g><title>\1</title>", body)  # a tooltip
     return re.sub(r"<[^>]*>", lambda match: _plain(match[0]), body)

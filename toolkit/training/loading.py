@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
@@ -169,8 +170,8 @@ class Reader:
         from transformers import GenerationConfig
 
         model = self._build_empty()
-        # Where some weights stay in fp32, or the files are quantized, a cast is not enough.
-        casts = not model._get_dtype_plan(model.dtype) and "quantization_config" not in self.spec.config
+        # Where some parameters stay in fp32, or the files are quantized, a cast is not enough.
+        casts = _widen_buffers(model) and "quantization_config" not in self.spec.config
         weights = StreamedWeights.of_model(self.accelerator, self.spec, model) if casts else None
         if weights is None:
             self.accelerator.print("loading: the files hold the weights in another form, so they are read whole")
@@ -225,6 +226,16 @@ def _dtype(name: str) -> torch.dtype:
     import torch
 
     return cast("torch.dtype", getattr(torch, name))
+
+
+def _widen_buffers(model: Any) -> bool:
+    """Cast to fp32 the buffers that transformers keeps so. Return whether it keeps no parameter in fp32."""
+    patterns = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")
+    kept = re.compile(patterns or "(?!)")  # the second matches nothing
+    for name, buffer in persistent_buffers(model).items():
+        if kept.search(name):
+            _replace(model, name, buffer.float())
+    return not any(kept.search(name) for name, _ in model.named_parameters())
 
 
 def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:

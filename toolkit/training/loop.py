@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toolkit.checkpoints.randomness import read_generators, write_generators
 from toolkit.config.tables import OPTIMIZERS
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, NotFinite
@@ -148,6 +150,14 @@ def train(
 
 
 @dataclass(kw_only=True)
+class _StateBefore:
+    """What a step changes besides weights and moments, as it was before the step."""
+
+    schedule: Mapping[str, Any]
+    generators: Mapping[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
 class _RunningStep:
     """A step that was computed, or that the device still computes."""
 
@@ -155,8 +165,7 @@ class _RunningStep:
     lr: float
     began: float
     sums: GlobalSums
-    schedule: Mapping[str, Any]
-    """The state of the schedule before the step."""
+    before: _StateBefore
     result: StepResult
 
 
@@ -180,28 +189,25 @@ class _Loop:
 
     def run(self, number: int, micro_batches: Sequence[Batch], request: Callable[[], StepRequest]) -> _RunningStep:
         """Compute a step. Where its kernels can leave it out themselves, the host does not wait for its numbers."""
-        began, lr, state = time.perf_counter(), self._schedule.get_last_lr()[0], self._schedule.state_dict()
+        began, lr = time.perf_counter(), self._schedule.get_last_lr()[0]
+        before = _StateBefore(schedule=self._schedule.state_dict(), generators=read_generators())
         sums = GlobalSums(self._prepared, sum(map(trained_tokens, micro_batches)), request, self._seconds)
         self._engine.forward_backward(self._prepared, micro_batches, sums.loss_weight, sums.send_loss)
         if self.on_device:
             self._found_inf.copy_(self._found_inf.maximum(sums.not_finite()))
             result = self._engine.step(self._prepared, self._found_inf)
         else:
-            self._check_loss(number, sums)
+            with self._restored_after_failure(before):
+                self._check_loss(number, sums)
             result = self._engine.step(self._prepared)
         self._schedule.step()
-        return _RunningStep(number=number, lr=lr, began=began, sums=sums, schedule=state, result=result)
+        return _RunningStep(number=number, lr=lr, began=began, sums=sums, before=before, result=result)
 
     def finish(self, step: _RunningStep, requests: StepRequest) -> Step:
-        """Read the numbers of a step and check them. Where it raises, the schedule is as it was before the step."""
-        try:
+        """Read the numbers of a step and check them."""
+        with self._restored_after_failure(step.before):
             self._check_loss(step.number, step.sums)
             self._check_step(step.number, step.result)
-        except (DataError, NotFinite):
-            self._schedule.load_state_dict(step.schedule)
-            for group, lr in zip(self._prepared.optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
-                group["lr"] = lr
-            raise
         # A step that is read late began while the one before was computed.
         began, self._finished = max(step.began, self._finished), time.perf_counter()
         self._seconds, self._slowest = self._finished - began, step.sums.slowest()
@@ -217,6 +223,18 @@ class _Loop:
             bytes=step.sums.memory(),
             request=requests,
         )
+
+    @contextlib.contextmanager
+    def _restored_after_failure(self, before: _StateBefore) -> Iterator[None]:
+        """Restore schedule and generators after a failed check: a checkpoint of the step before holds both."""
+        try:
+            yield
+        except (DataError, NotFinite):
+            write_generators(before.generators)
+            self._schedule.load_state_dict(before.schedule)
+            for group, lr in zip(self._prepared.optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
+                group["lr"] = lr
+            raise
 
     def _check_loss(self, step: int, sums: GlobalSums) -> None:
         """Check the loss sum, which is the same on every rank."""

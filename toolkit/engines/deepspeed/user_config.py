@@ -1,6 +1,9 @@
 """A user's DeepSpeed file as fields of Strategy and TrainConfig. Each of its keys is followed or refused.
 
 A key that is absent or "auto" is left to the flags, as Accelerate leaves it to the program.
+
+DeepSpeed's schedulers use the lowest rate in their first two steps. The toolkit's schedule begins at the second of them under
+`log`, and at the third under `linear`.
 """
 
 from __future__ import annotations
