@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
+from toolkit.core.units import format_bytes
 from toolkit.engines.job import Job
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateMemory:
+class StateMemory(Result):
     """Bytes of the states that one rank holds, by part: expected by an engine, or measured in its memory."""
 
     trainable: int
@@ -73,6 +75,13 @@ class StateMemory:
     def parameters(self) -> int:
         """All parameters' bytes."""
         return self.trainable + self.frozen
+
+    def tables(self) -> list[Table]:
+        rows = [
+            (name, "–" if (size := getattr(self, name)) is None else format_bytes(size), self.dtypes.get(name, "–"))
+            for name in ("trainable", "frozen", "master", "optimizer")
+        ]
+        return [Table(title="Held by this rank", columns=("part", "bytes", "dtype"), rows=rows)]
 
 
 class Transfer(NamedTuple):
