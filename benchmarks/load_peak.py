@@ -103,17 +103,20 @@ def worker(config: dict[str, Any]) -> None:
     # Before the engine is set up: under ZeRO-3 transformers then builds no model on the meta device.
     expected = forecast(spec, strategy, None, train_config, ranks=case["ranks"], allow_unquantized=True, advice=False)
     accelerator = make(strategy, train_config, spec)
+    if case["adapter"] != "none":
+        import peft.tuners.lora.bnb  # noqa: F401 - code is no part of what a load takes
     accelerator.wait_for_everyone()
     resident, window = Resident(), measurement.start("cpu")
     model, _ = loading.load(accelerator, allow_unquantized=True)
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
     objects = prepare(accelerator, model, optimizer)
+    own = resident.stop()  # the window's own records come after it
     window.close()
     measured = window.result()
     state = engine_of(strategy).measure_state(prepared(accelerator, objects))
     found = {
         "phases": measured.phases,
-        "resident": resident.stop(),
+        "resident": own,
         "reason": measured.reason,
         "kept": state.parameters + state.master,
         "forecast": {phase: expected.phases[phase] for phase in ("load", "prepare")},
@@ -168,10 +171,12 @@ def main() -> None:
     """Run every case and write both files."""
     flags = parser(__doc__)
     flags.add_argument("--hidden", type=int, default=1536, help="size of the model")
+    flags.add_argument("--only", default="", help="part of a case's name, say fsdp-qlora")
     given = parse(flags, hidden=96)
     from toolkit.models import describe
 
     cases = [CASES[number] for number in SMOKE] if given.smoke else CASES
+    cases = [case for case in cases if given.only in "-".join(map(str, case.values()))]
     with tempfile.TemporaryDirectory() as scratch:
         folder = checkpoint(Path(scratch), given.hidden)
         spec = describe(folder)
