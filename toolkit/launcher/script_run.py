@@ -28,9 +28,9 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.rank_output import tee_output
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware
-from toolkit.engines import process_exit
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
+from toolkit.engines.upstream import wait_for_workers
 from toolkit.launcher.supervisor import supervise
 from toolkit.launcher.targets import Target, load_function, note_launch
 from toolkit.reports import reported
@@ -121,5 +121,5 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    process_exit.wait_for_workers()  # a script may use plain Accelerate
+    wait_for_workers()  # a script may use plain Accelerate
     sys.exit(code)
