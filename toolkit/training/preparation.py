@@ -17,7 +17,7 @@ from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, without_engine
+from toolkit.models.hf_loading import read_pretrained
 from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
@@ -154,10 +154,7 @@ def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
         return
     whole: dict[str, torch.Tensor] = {}
     if accelerator.is_main_process:
-        options = {"trust_remote_code": spec.runs_code, "use_safetensors": True}
-        with without_engine():
-            model: Any = auto_class(spec).from_pretrained(spec.source, dtype=torch.float32, **options)
-        whole.update(model.named_parameters())
+        whole.update(read_pretrained(spec, spec.source, dtype=torch.float32).named_parameters())
     for name, shape in shapes.items():
         tensor = whole[name].detach() if whole else torch.empty(shape)
         yield name, cast("torch.Tensor", broadcast(tensor.to(accelerator.device).contiguous(), from_process=0))
