@@ -101,11 +101,16 @@ def _numeric(cell: str) -> bool:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Return text in lines of `width` characters. Paths and flags stay whole."""
+    """Return text in lines of `width` characters. Paths and flags stay whole. A line that is indented is a command."""
     import textwrap
 
-    lines = text.split("\n")
-    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    parts = []
+    for line in text.split("\n"):
+        command = line.startswith("    ")
+        lines = textwrap.wrap(line, width - 2, subsequent_indent=" " * 8, **options) if command else []
+        parts.append(" \\\n".join(lines) if command else textwrap.fill(line, width, **options))
+    return "\n".join(parts)
 
 
 class Result:

@@ -74,7 +74,9 @@ class Plan(Result):
     def command(self, model: str, config: str = "accelerate.yaml") -> str:
         """Return the command that launches the best candidate with its config file."""
         left_out = ("sharding", "offload", "dp_replicate")  # the file binds them
-        return f"accelerate launch --config_file {config} -m toolkit.finetune {self._flags(model, left_out)}"
+        return (
+            f"accelerate launch --config_file {shlex.quote(config)} -m toolkit.finetune {self._flags(model, left_out)}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the lists, each candidate with its forecast's JSON."""
@@ -104,12 +106,12 @@ class Plan(Result):
         run = "--write FILE writes its config for every node."
         if self.hardware.nodes == 1:
             ranks = f"--processes {self.hardware.ranks} " if self.hardware.ranks > 1 else ""
-            run = f"Run it: toolkit train {ranks}{self._flags(self.model)}"
+            run = f"Run it:\n    toolkit train {ranks}{self._flags(self.model)}"
         return " ".join(filter(None, [f"Best: {words}{speed}.", needs, self._explanation(), run]))
 
     def tables(self) -> list[Table]:
         """Return the ranked candidates, the alternatives, and the rejected ones."""
-        costs = ("hours", "cost") if self.tokens is not None else ()
+        costs = ("hours", "cost", "saving") if self.tokens is not None else ()
         shown = self.ranked if self.whole else self.ranked[:SHOWN]
         ranked = _table(
             f"{self.model} on {self.hardware.label}, global batch {self.global_batch}",
@@ -137,8 +139,9 @@ class Plan(Result):
             notes.append(f"{len(self.ranked) - shown} more fit; --all shows them.")
         if self.tokens is not None:
             price = f", at {self.price:,.2f} a device and hour" if self.price else ""
-            share = f"{self.best.checkpoint_share:.1%}"
-            notes.append(f"hours: of {self.tokens:,.0f} tokens{price}, with a checkpoint every 30 minutes ({share}).")
+            notes.append(
+                f"hours: of {self.tokens:,.0f} tokens{price}. saving: their share for a checkpoint every 30 minutes."
+            )
         return [*dict.fromkeys(notes), *self._cheapest()]
 
     def _cheapest(self) -> list[str]:
@@ -166,8 +169,9 @@ class Plan(Result):
         for reason, candidates in sorted(groups.items(), key=lambda group: -len(group[1]))[:REASONS]:
             closest = min(candidates, key=lambda candidate: candidate.shortfall)
             words = " ".join(dict.fromkeys(candidate.strategy.sharding for candidate in candidates))
-            cells = {**closest.cells, "need": format_bytes(closest.shortfall[1])}
-            least = "{need}: {sharding}, {offload}".format(**cells) if closest.forecast else ""
+            least = (
+                f"{closest.least_need}: {{sharding}}, {{offload}}".format(**closest.cells) if closest.forecast else ""
+            )
             rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 100, placeholder="…"), words, least))
         more = len(groups) - len(rows)
         note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."

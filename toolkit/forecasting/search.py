@@ -82,15 +82,25 @@ class Candidate:
         return f"Less than 5% of the {format_bytes(forecast.limit_bytes)} of a rank are left."
 
     @property
-    def shortfall(self) -> tuple[float, int]:
-        """The largest need, of a rank or a node's host: its share of the limit, and its bytes; infinite without a forecast."""
+    def shortfall(self) -> tuple[float, float]:
+        """The needs of a rank and of a node's host, each as a share of its limit, the larger first; infinite without a forecast."""
+        shares = sorted((need / max(1, limit) for need, limit, _ in self._needs), reverse=True)
+        return (shares[0], shares[-1]) if shares else (math.inf, math.inf)
+
+    @property
+    def least_need(self) -> str:
+        """The need that is the largest share of its limit, as text."""
+        need, _, where = max(self._needs, key=lambda item: item[0] / max(1, item[1]))
+        return format_bytes(need) + where
+
+    @property
+    def _needs(self) -> list[tuple[int, int, str]]:
+        """Need and limit in bytes of a rank, and of a node's host where it lacks memory."""
         forecast = self.forecast
         if forecast is None:
-            return math.inf, 0
-        needs = [(forecast.needed_bytes, forecast.limit_bytes)]
-        if forecast.host_lacks:
-            needs.append((forecast.host_bytes, forecast.hardware.host_free_bytes))
-        return max((need / max(1, limit), need) for need, limit in needs)
+            return []
+        host = (forecast.host_bytes, forecast.hardware.host_free_bytes, " of host memory")
+        return [(forecast.needed_bytes, forecast.limit_bytes, ""), *([host] if forecast.host_lacks else [])]
 
     @property
     def cells(self) -> dict[str, str]:
@@ -107,12 +117,13 @@ class Candidate:
             "step": format_step_seconds(seconds) if seconds else "–",
             "hours": f"{self.hours:,.1f}" if self.hours else "–",
             "cost": f"{self.cost:,.2f}" if self.cost else "–",
+            "saving": f"{self.checkpoint_share:.1%}",
             "need": format_bytes(forecast.needed_bytes) if forecast else "–",
-            "why": f"needs {format_bytes(self.shortfall[1])}" if forecast else self.reason,
+            "why": f"needs {self.least_need}" if forecast else self.reason,
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecast's JSON, hours, cost, the reason, and the change of the request."""
+        """Return the forecast's JSON, hours, cost, the share of checkpoints, the reason, and the change of the request."""
         return {
             "change": dict(self.change),
             "global_batch": self.forecast.job.global_batch if self.forecast else None,
@@ -121,6 +132,7 @@ class Candidate:
             "forecast": self.forecast.to_dict() if self.forecast else None,
             "hours": self.hours,
             "cost": self.cost,
+            "checkpoint_share": self.checkpoint_share,
             "reason": self.reason,
         }
 
