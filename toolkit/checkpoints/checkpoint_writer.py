@@ -113,6 +113,7 @@ class CheckpointWriter:
         """Of each item in the snapshot: its chunk, and its first byte there."""
         self._in_file = threading.Event()
         self._writer = BackgroundWriter()
+        self._error: BaseException | None = None
         self._published: deque[Published] = deque()
         if self.main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -150,13 +151,14 @@ class CheckpointWriter:
 
     def published(self) -> list[Published]:
         """Return the checkpoints published since the last call, on rank 0. Raise write errors on their own rank."""
-        self._writer.check()
+        self._raise_background_error()
         # The thread may append during this line.
         return [self._published.popleft() for _ in range(len(self._published))]
 
     def wait(self) -> None:
         """Wait until the current write is published; on ranks other than 0, until their part is written."""
         self._writer.wait()
+        self._raise_background_error()
 
     def wait_published(self, step: int) -> None:
         """Wait on every rank until the checkpoint of `step`, the last one saved, is published. A collective.
@@ -177,6 +179,10 @@ class CheckpointWriter:
         if not self.main:
             self.wait()
         return on_main(self.prepared.accelerator, work)
+
+    def _raise_background_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _make_chunks(self) -> None:
         """Allocate the snapshot: buffers of at most `SNAPSHOT_CHUNK` bytes, each filled before another one is begun.
@@ -269,11 +275,11 @@ class CheckpointWriter:
                 )
         except BaseException as error:
             # The loop raises it at its next step.
-            problem = error
+            self._error = error
             if is_disk_full(error):
-                problem = no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
+                self._error = no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
             elif isinstance(error, OSError | SafetensorError):
-                problem = CheckpointError(
+                self._error = CheckpointError(
                     f"the checkpoint {partial} cannot be written: {error}. Complete checkpoints there are unchanged. "
                     "Check that disk, or choose another with --run-dir."
                 )
@@ -281,8 +287,7 @@ class CheckpointWriter:
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 note(partial, self.rank, "failed").touch()  # a full disk may have no room for the message
-                write_note(note(partial, self.rank, "failed"), str(problem))
-            raise problem from None
+                write_note(note(partial, self.rank, "failed"), str(self._error))
         finally:
             self._in_file.set()
 

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -33,10 +32,12 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._last: Future[None] = Future()
-        self._last.set_result(None)
-        self._thread = threading.Thread(target=_serve, args=(self._work,), name="toolkit-checkpoint", daemon=True)
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._raised: list[BaseException] = []
+        shared = (self._work, self._idle, self._raised)
+        self._thread = threading.Thread(target=_serve, args=shared, name="toolkit-checkpoint", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._work.put, None)
 
@@ -48,31 +49,32 @@ class BackgroundWriter:
         """
         if not self._thread.is_alive():
             raise RuntimeError("the thread that writes checkpoints has ended: the rank's log has the error.")
-        self._last = Future()
-        self._work.put((work, self._last))
-
-    def check(self) -> None:
-        """Raise the error of the last work, if it ended with one."""
-        if self._last.done():
-            self._last.result()
+        self._idle.clear()
+        try:
+            self._work.put(work)
+        except BaseException:
+            self._idle.set()
+            raise
 
     def wait(self) -> None:
-        """Wait for the last work, and raise its error."""
-        while not self._last.done() and self._thread.is_alive():
-            wait([self._last], _ALIVE)
-        self.check()
+        """Wait for the current work, and raise its error."""
+        while not self._idle.wait(_ALIVE) and self._thread.is_alive():
+            pass
+        if self._raised:
+            raise self._raised.pop()
 
 
-def _serve(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    while (item := queue.get()) is not None:
-        work, result = item
-        try:
-            work()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(None)
-        del item, work, result  # they refer to the owner, which could not end otherwise
+def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event, raised: list[BaseException]) -> None:
+    try:
+        while (work := queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                raised.append(error)
+            del work  # it refers to the owner, which could not end otherwise
+            idle.set()
+    finally:
+        idle.set()
 
 
 _POLL = 0.02

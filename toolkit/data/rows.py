@@ -149,7 +149,7 @@ def prepare_data(
 
     Args:
         source: as `sources.find_source` takes it, or the result of `ingest`; None is the embedded text.
-        tokenizer: as `models.tokenizer.load_tokenizer` returns it, with a token to pad with.
+        tokenizer: as `models.hf_loading.load_tokenizer` returns it, with a token to pad with.
         mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
         packing: None packs where `supports_packing(spec, attention)`; True where it does not is refused.
