@@ -41,9 +41,8 @@ def exit_code(name: str) -> object:
 
 def test_these_are_the_benchmarks() -> None:
     """One of a GPU has a result for each kind of card that it ran on."""
-    assert {path.stem for path in (FOLDER / "results").glob("*.md") if not path.stem.startswith("gpu-")} == {
-        *SCRIPTS
-    } - {"gpu"}
+    names = {path.stem for path in (FOLDER / "results").glob("*.md") if not path.stem.startswith("gpu-")}
+    assert names == {*SCRIPTS} - {"gpu"}
 
 
 def test_results_say_of_which_commit() -> None:
