@@ -68,7 +68,6 @@ class Rank:
         """Train as the recipe does. The caller gives each step to the policy."""
         from toolkit.training.loop import train
 
-        log = self.run.step_log()
         for step in train(
             self.prepared,
             self.loader,
@@ -78,7 +77,6 @@ class Rank:
             samples=lambda step: self.run.format_samples(step, self.tokenizer),
             request=policy.request,
         ):
-            log.record(step)
             self.run.on_step_end(self.prepared, step)
             yield step
 

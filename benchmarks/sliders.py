@@ -22,8 +22,7 @@ from machine import about, parse, parser, write_results
 import toolkit as tk
 from toolkit.core.charts import portable
 from toolkit.core.display import Table
-from toolkit.launcher.views import page
-from toolkit.run_folder.status import Progress
+from toolkit.run_folder.status import Progress, page
 
 MOVED: dict[str, dict[str, tuple[Any, Any]]] = {
     "memory": {"devices": (8, 16), "micro_batch": (2, 4), "sharding": ("zero3", "fsdp"), "seq_len": (512, 1024)},

@@ -407,7 +407,7 @@ def look(folder, out):
     from toolkit.engines.base import engine_of
     from toolkit.engines.shards import overlaps, parts, whole_box
     from toolkit.training.loop import make_optimizer, make_schedule
-    from toolkit.training.master_weights import restore_masters
+    from toolkit.training.preparation import restore_masters
 
     spec = tk.describe(folder)
     accelerator = tk.accelerator(train_config=tk.TrainConfig(steps=2, micro_batch=2, seq_len=64, lr=1e-3), spec=spec)

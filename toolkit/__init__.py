@@ -21,10 +21,9 @@ from toolkit.launcher import attach, launch, resume, runs
 from toolkit.models import describe
 from toolkit.notebook.explorer import explore
 from toolkit.reports import report
-from toolkit.training.evaluation import evaluate
 from toolkit.training.loading import load
 from toolkit.training.loop import train
-from toolkit.training.metrics import log, should_stop
+from toolkit.training.metrics import evaluate, log, should_stop
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator, job
 from toolkit.training.step_profile import profile_steps

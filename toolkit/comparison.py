@@ -60,7 +60,7 @@ class Comparison(Result):
     def difference(self, result: RunResult) -> float:
         """Return the largest relative difference of a step's loss from the first strategy's."""
         pairs = list(zip(result.losses, self.results[0].losses, strict=True))
-        if any(loss is None for pair in pairs for loss in pair):  # fp16 overflowed, and events say null
+        if any(loss is None for pair in pairs for loss in pair):  # fp16 overflowed, and the event has null
             return float("inf")
         return max(abs(mine - first) / abs(first) for mine, first in pairs)
 
@@ -176,7 +176,7 @@ def read_run(path: Path) -> RunResult:
     """Return a finished run's folder as a row of the comparison.
 
     Raises:
-        RunError: where it is none, or its files do not say what a run's do.
+        RunError: for a folder without a finished run, and for invalid files in it.
     """
     with open_finished_run(path) as (about, memory, steps):
         return RunResult(

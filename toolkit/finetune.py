@@ -45,9 +45,8 @@ def train_rank(run: RankRun) -> int:
 
 def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, schedule: Any) -> int | None:
     """Train the remaining steps. Return the step after which a signal stopped the run, or None."""
-    policy, evaluator, log = run.checkpoint_policy(prepared, schedule), run.evaluator(prepared), run.step_log()
-    done = run.start
-    if evaluator.missed(done) and not evaluator.evaluate(done):
+    policy, done = run.checkpoint_policy(prepared, schedule), run.start
+    if run.missed_evaluation() and not run.evaluate(prepared, done):
         return done
     steps = tk.train(
         prepared,
@@ -57,17 +56,16 @@ def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, s
         on_begin=run.on_step_begin,
         samples=lambda step: run.format_samples(step, tokenizer),
         request=policy.request,
-        read_late=lambda step: run.may_read_late(step) and not (policy.due(step) or evaluator.due(step)),
+        read_late=lambda step: run.may_read_late(step) and not (policy.due(step) or run.evaluation_due(step)),
     )
     try:
         for step in steps:
             done = step.step
-            log.record(step)
             run.on_step_end(prepared, step)
             policy.step_done(step)  # before an evaluation, which may take long
             if step.stops:
                 return done
-            if evaluator.due(done) and not evaluator.evaluate(done):
+            if run.evaluation_due(done) and not run.evaluate(prepared, done):
                 policy.save_last_good(done)  # this step is not evaluated yet: the resumed run does it
                 return done
     except NotFinite as error:

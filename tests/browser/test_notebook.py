@@ -73,7 +73,7 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     until_step(waited, 1)
     notebook.press("Interrupt the kernel")
     notebook.ended(WAIT)
-    expect(waited).to_contain_text("waiting has ended; the run in runs/first goes on.")
+    expect(waited).to_contain_text("waiting has ended; the run in runs/first continues.")
 
     # A reloaded page and a restarted kernel find it again.
     notebook.save()

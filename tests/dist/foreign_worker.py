@@ -46,13 +46,13 @@ def _accelerator(cell: dict[str, Any]) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    from toolkit.engines import cpu
     from toolkit.engines.timeouts import handlers
+    from toolkit.engines.upstream import shard_with_fsdp
 
     if cell["engine"] == "ddp":
         return Accelerator(cpu=True)
     if cell["engine"] == "fsdp":
-        cpu.shard_with_fsdp()
+        shard_with_fsdp()
         layers = ["LlamaDecoderLayer"]
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,

@@ -38,8 +38,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.engines.base import engine_of
     from toolkit.exporters import save, verify
     from toolkit.models import describe
-    from toolkit.training.evaluation import evaluate
     from toolkit.training.loop import train
+    from toolkit.training.metrics import evaluate
     from toolkit.training.preparation import audit
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])

@@ -96,7 +96,7 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     run = tk.resume(run, hosted, args=(words,)).wait()
     assert run.status == run.report().status == "finished"
-    assert run.report().run.command == "tk.launch(hosted, tk.Strategy(sharding='ddp', adapter='lora'), processes=2)"
+    assert run.report().command == "tk.launch(hosted, tk.Strategy(sharding='ddp', adapter='lora'), processes=2)"
     assert "finished" in (tmp_path / "run/report.html").read_text()
     assert "shipped by value ddp lora" in run.logs(0)
     about = json.loads((tmp_path / "run/run.json").read_text())

@@ -13,7 +13,7 @@ from programs import ROOT, python
 
 from toolkit import measurement
 from toolkit.core.phases import phase
-from toolkit.engines import process_exit
+from toolkit.engines import upstream
 from toolkit.engines.records import StateMemory
 
 pytestmark = pytest.mark.dist
@@ -58,7 +58,7 @@ def work(target: Path) -> None:
     memory = measurement.collect(window.result(), held, gather_object)
     said = {"expected": expected, **memory.to_dict()}
     target.with_suffix(f".{state.process_index}").write_text(json.dumps(said))
-    process_exit.wait_for_workers()
+    upstream.wait_for_workers()
     state.destroy_process_group()
 
 

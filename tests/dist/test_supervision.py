@@ -275,7 +275,7 @@ def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, st
     assert (run.path / "report.html").exists() == (name != "bare")
     assert found.to_dict()["attempts"] == attempts(run)
     if status == "failed" or name == "silent":
-        assert run.err.endswith(f"toolkit: {found.run.words}\n")
+        assert run.err.endswith(f"toolkit: {found.words}\n")
 
 
 def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:

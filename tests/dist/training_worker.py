@@ -154,8 +154,8 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
 
     from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
-    from toolkit.training.evaluation import evaluate
     from toolkit.training.loop import train
+    from toolkit.training.metrics import evaluate
     from toolkit.training.preparation import audit
 
     found: dict[str, Any] = {}

@@ -29,8 +29,8 @@ import toolkit.data as data
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import ingestion, tokenization
-from toolkit.data.encoder import Encoded, Encoder
 from toolkit.data.packing import IGNORED, Counts, pack_rows
+from toolkit.data.tokenization import Encoded, Encoder
 from toolkit.models import ModelSpec, varlen
 
 TEMPLATE = (

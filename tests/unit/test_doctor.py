@@ -28,8 +28,7 @@ from toolkit.devices.machine import hardware
 from toolkit.diagnosis import Diagnosis, Finding
 from toolkit.diagnosis.checks import run_apart
 from toolkit.diagnosis.libraries import library
-from toolkit.diagnosis.result import Outcome
-from toolkit.diagnosis.support import list_abilities
+from toolkit.diagnosis.result import Outcome, list_abilities
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,8 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
 
 def test_what_is_installed_works(diagnosis: Diagnosis) -> None:
     details = {finding.check: finding.detail for finding in diagnosis.findings}
-    for check in ("torch", "transformers", "accelerate", "deepspeed", "bitsandbytes", "peft", "datasets"):
+    installed = "torch transformers accelerate deepspeed bitsandbytes peft datasets ipywidgets matplotlib"
+    for check in installed.split():
         assert diagnosis.status(check) == "ok", details[check]
         assert metadata.version(check) in details[check]
     for check in ("processes", "bf16", "host memory", "python"):
@@ -62,7 +62,7 @@ def test_what_is_installed_works(diagnosis: Diagnosis) -> None:
 
 def test_every_check_reports_once_and_says_what_to_do(diagnosis: Diagnosis) -> None:
     checks = [finding.check for finding in diagnosis.findings]
-    assert len(checks) == len(set(checks)) == 21
+    assert len(checks) == len(set(checks)) == 22
     assert {finding.status for finding in diagnosis.findings} <= {"ok", "missing", "broken", "n/a"}
     for finding in diagnosis.findings:
         assert finding.detail

@@ -22,7 +22,7 @@ from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
 from toolkit.engines.adapters import adapt
 from toolkit.engines.base import engine_of
-from toolkit.engines.deepspeed import build
+from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import parameters_of
@@ -350,10 +350,10 @@ def test_locks_of_builds_are_removed_where_no_other_host_can_hold_them(
         lock = tmp_path / "lock"
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
-        build.free_builds()
+        free_builds()
         return lock.exists()
 
-    assert [lock_is_left("ext4"), lock_is_left("nfs4"), lock_is_left("nfs4", 2 * build.LONGEST_BUILD)] == [
+    assert [lock_is_left("ext4"), lock_is_left("nfs4"), lock_is_left("nfs4", 2 * LONGEST_BUILD)] == [
         False,
         True,
         False,

@@ -28,8 +28,8 @@ from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec
-from toolkit.notebook import explorer, explorer_state, prefetch, widgets
-from toolkit.notebook.explorer import Explorer
+from toolkit.notebook import explorer, explorer_state, widgets
+from toolkit.notebook.explorer import Explorer, lengths_ahead, start_prefetch
 from toolkit.notebook.explorer_state import command
 
 LOOP = tk.TrainConfig(seq_len=64, micro_batch=2)
@@ -244,8 +244,8 @@ def test_every_panel_answers_with_labelled_controls(spec: ModelSpec, kind: str) 
     panel = made(kind, spec)
     check_page(panel.static_html())
     assert panel.value is not None
-    assert panel.sentence in panel.panel._said.value.replace("&#x27;", "'")
-    assert 'aria-live="polite"' in panel.panel._said.value
+    assert panel.sentence in panel.panel._status.value.replace("&#x27;", "'")
+    assert 'aria-live="polite"' in panel.panel._status.value
     for name, control in panel.controls.items():
         assert control.description, name
         assert control.tooltip, name
@@ -290,7 +290,7 @@ def test_a_refusal_is_a_sentence_and_the_next_move_an_answer(spec: ModelSpec) ->
     panel.controls["sharding"].value = "fsdp"
     assert panel.value is None
     assert "needs at least 2 ranks to shard over" in panel.refusal
-    assert "needs at least 2 ranks to shard over" in panel.panel._said.value
+    assert "needs at least 2 ranks to shard over" in panel.panel._status.value
     assert "Traceback" not in panel.static_html()
     panel.set(sharding="zero9")
     assert panel.refusal.startswith("sharding 'zero9' is unknown")
@@ -322,7 +322,7 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
 def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     panel = made("memory", spec)
     said, real = [], explorer.forecast
-    panel.panel._said.observe(lambda change: said.append(change["new"]), names="value")
+    panel.panel._status.observe(lambda change: said.append(change["new"]), names="value")
 
     def slow(*words: Any) -> Forecast:
         deadline = time.monotonic() + 20
@@ -382,10 +382,10 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
 
 def test_other_sequence_lengths_are_traced_ahead(spec: ModelSpec) -> None:
     panel = made("memory", spec)
-    assert prefetch.start("memory", panel.state).wait(timeout=120) == 0
+    assert start_prefetch("memory", panel.state).wait(timeout=120) == 0
     traces = cache_folder("traces")
     cached = sorted(traces.iterdir())
-    for length in prefetch.lengths_ahead("memory", panel.state):
+    for length in lengths_ahead("memory", panel.state):
         panel.controls["seq_len"].value = length
         assert panel.value.train_config.seq_len == length
     assert length == 2048

@@ -19,7 +19,7 @@ from toolkit.engines.records import Prepared
 from toolkit.exporters import Export, from_engine, save, verify
 from toolkit.exporters.verification import fits, read_base, reopen
 from toolkit.models import describe
-from toolkit.training.evaluation import evaluate
+from toolkit.training.metrics import evaluate
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

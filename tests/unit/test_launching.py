@@ -15,10 +15,9 @@ import toolkit as tk
 from toolkit.cli.parser import build_parser
 from toolkit.core.errors import RunError
 from toolkit.forecasting import prediction
-from toolkit.launcher import api, script_session
+from toolkit.launcher import api, script_run
 from toolkit.launcher.targets import dump_function, load_function, write_function
-from toolkit.launcher.views import page
-from toolkit.run_folder.status import Tail, read_progress
+from toolkit.run_folder.status import Tail, page, read_progress
 from toolkit.training.setup import choose_ranks
 
 
@@ -78,7 +77,7 @@ def test_shell_and_python_have_one_default_of_processes(
     def refuse(*_: Any, **__: Any) -> None:
         raise Launched
 
-    monkeypatch.setattr(script_session, "supervise", refuse)
+    monkeypatch.setattr(script_run, "supervise", refuse)
     monkeypatch.setattr(api, "_start", refuse)
     flags = build_parser().parse_args(
         ["launch", "--sharding", *words.split(), "--run-dir", str(tmp_path / "a"), str(script)]

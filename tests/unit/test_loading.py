@@ -31,9 +31,10 @@ from toolkit.engines.adapters import (
     _seeded_by_name,
     adapt,
     add_adapter,
+    packed_experts,
     save_packed_weights,
+    unpack_experts,
 )
-from toolkit.engines.experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
 from toolkit.models import describe, embedded_config
 from toolkit.models.hf_loading import load_tokenizer

@@ -10,7 +10,7 @@ SCRIPT = """
 import ctypes, gc, json, os, sys, tempfile, time
 import torch, torch.distributed as dist
 import torch._dynamo  # DDP imports it
-from toolkit.engines import process_exit
+from toolkit.engines import upstream
 
 def busy_worker():
     # The main thread holds the GIL from here to the end: the worker has dropped nothing when the process ends.
@@ -20,7 +20,7 @@ def busy_worker():
 
 def init(store, rank, ranks):
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
-    while len(list(process_exit.workers())) < 2:  # a thread names itself as it starts
+    while len(list(upstream.workers())) < 2:  # a thread names itself as it starts
         time.sleep(0.01)
 
 def one_rank():
@@ -61,11 +61,11 @@ def never_meets_its_peer():
 def sees_workers():
     one_rank()
     dist.all_reduce(torch.ones(10))
-    process_exit.wait_for_workers()
-    found = [process_exit._is_idle(worker) for worker in process_exit.workers()]
+    upstream.wait_for_workers()
+    found = [upstream._is_idle(worker) for worker in upstream.workers()]
     assert found == [True, True], found
 
-process_exit.install()
+upstream.wait_at_exit()
 codes = {}
 for case in (returns, exits, raises, destroys, never_meets_its_peer, sees_workers):
     child = os.fork()

@@ -64,7 +64,7 @@ def test_a_finished_run_is_told_whole(finished: folder.Folder) -> None:
 
 
 def test_the_command_asks_for_the_same(finished: folder.Folder) -> None:
-    words = tk.report(finished.path).run.command.split()
+    words = tk.report(finished.path).command.split()
     flags = cli.build_parser().parse_args(words[1:])
     assert (flags.processes, flags.sharding, flags.steps, flags.save_every, flags.lr) == (2, "zero3", 20, 10, 1e-3)
 
@@ -131,16 +131,16 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
         assert re.search(f"^{line}$", text, re.MULTILINE), line
     assert result.to_dict()["tokens_per_second"] == 200
     Page(result.page())
-    words = result.run.command.split(maxsplit=1)[1]
+    words = result.command.split(maxsplit=1)[1]
     flags = cli.build_parser().parse_args(shlex.split(words))
     assert (flags.target, flags.arguments) == (OWN["name"], OWN["arguments"])
 
     known["target"] = {"kind": "function", "name": "mine", "arguments": [], "sha256": "ab" * 32}
     again = tk.report(runs.write(tmp_path / "other", lines[:0], found=runs.about(**known)).path)
-    assert again.run.command == (
+    assert again.command == (
         "tk.launch(mine, tk.Strategy(sharding='zero3', precision='bf16', attention='sdpa'), processes=2)"
     )
-    assert "runs it again" in again.run.then
+    assert "runs it again" in again.then
     Page(again.page())
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         with beat.listening():
             result = tk.report(run.path)
             assert result.status == "running"
-            assert "It goes on. Rank 0 was in step 4." in str(result)
+            assert "It is running. Rank 0 was in step 4." in str(result)
     assert tk.report(run.path).status != "running"
 
 
@@ -199,13 +199,13 @@ def test_a_run_that_failed_says_the_ranks_last_words(tmp_path: Path) -> None:
 def test_a_run_without_a_supervisor(tmp_path: Path) -> None:
     """What its ranks left says how it ended."""
     run = runs.write(tmp_path / "run", STEPS[:3])
-    assert "left no word" in tk.report(run.path).run.words
+    assert "left no word" in tk.report(run.path).words
     with Beat(run.beat(0), 0):
         pass
     assert tk.report(run.path).status == "stopped"
     run.record_error(1, ValueError("too large"))
     result = tk.report(run.path)
-    assert (result.status, result.run.words) == ("failed", "Rank 1 ended with ValueError: too large")
+    assert (result.status, result.words) == ("failed", "Rank 1 ended with ValueError: too large")
 
 
 def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None
     atomic_io.write_json(run.run_json, later)
     result = tk.report(run.path)
     assert "an old failure" not in str(result)
-    assert result.run.measured is None
+    assert result.measured is None
 
 
 @pytest.mark.parametrize("reason", ["the memory window was switched off (--no-memory-window)", None])

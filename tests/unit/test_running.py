@@ -21,11 +21,9 @@ from toolkit.core.errors import RunError
 from toolkit.core.units import timestamp
 from toolkit.launcher import run_handle
 from toolkit.launcher.api import without_launchers
-from toolkit.launcher.targets import Target
-from toolkit.launcher.trust import check_target, note_launch, target_of
-from toolkit.launcher.views import page
+from toolkit.launcher.targets import Target, check_target, note_launch, target_of
 from toolkit.run_folder import folder, run_lock
-from toolkit.run_folder.status import Progress, read_progress
+from toolkit.run_folder.status import Progress, page, read_progress
 from toolkit.training import metrics
 
 
@@ -120,7 +118,7 @@ def test_both_answers_to_how_it_ended_are_one(tmp_path: Path) -> None:
     for how in ("stopped", "failed"):
         run.record_end(how, f"{how} as it went")
         result = tk.attach(run.path)
-        assert (result.status, result.message) == (how, f"{how} as it went") == (how, result.report().run.words)
+        assert (result.status, result.message) == (how, f"{how} as it went") == (how, result.report().words)
     run.memory.write_text("{}")
     os.utime(run.memory, (1, 1))
     assert result.memory is None, "it is an older attempt's"

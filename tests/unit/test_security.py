@@ -29,11 +29,11 @@ from toolkit.core import atomic_io
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all
-from toolkit.data.encoder import Encoder
 from toolkit.data.files import Document
+from toolkit.data.tokenization import Encoder
 from toolkit.models import describe, local_weights, require_weights
+from toolkit.models.hf_loading import load_tokenizer
 from toolkit.models.remote_code import digest_of
-from toolkit.models.tokenizer import load_tokenizer
 from toolkit.run_folder import folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.resumption import merge_config

@@ -11,13 +11,14 @@ import pytest
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.base import engine_of
 from toolkit.engines.losses import loss_sum
-from toolkit.engines.optimizer_step import masks_known_from, to_device
+from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
 from toolkit.engines.states import optimizer_shards, set_steps
-from toolkit.training.evaluation import STOP_EVERY, evaluate
+from toolkit.engines.upstream import masks_known_from
 from toolkit.training.global_sums import StepRequest
 from toolkit.training.loop import Step, train
+from toolkit.training.metrics import STOP_EVERY, evaluate
 
 
 def batch(trained: bool = True) -> dict[str, Any]:

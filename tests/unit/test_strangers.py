@@ -39,8 +39,7 @@ from toolkit.exporters.results import Checked, finish_export
 from toolkit.launcher import Run, supervisor
 from toolkit.launcher.failures import failure
 from toolkit.launcher.processes import supervises
-from toolkit.launcher.targets import Target
-from toolkit.launcher.trust import check_target, note_launch, target_of
+from toolkit.launcher.targets import Target, check_target, note_launch, target_of
 from toolkit.models import describe, require_weights
 from toolkit.models.remote_code import digest_of
 from toolkit.run_folder import folder, run_lock
@@ -425,12 +424,12 @@ def test_a_clock_that_is_set_back_blames_nobody_else(here: Path, monkeypatch: py
         run.record_error(rank, ValueError(f"rank {rank}"))
     monkeypatch.undo()
     assert failure(run, 1).args[0].startswith("rank 0 ended with ValueError: rank 0")
-    assert tk.report(run.path).run.words == "Rank 0 ended with ValueError: rank 0"
+    assert tk.report(run.path).words == "Rank 0 ended with ValueError: rank 0"
     run.record_end("failed", "as its supervisor said")
     about = json.loads(run.run_json.read_text())
     about["attempts"][0]["started"] = "2099-01-01T00:00:00+0000"
     atomic_io.write_json(run.run_json, about)
-    assert tk.report(run.path).run.words == "as its supervisor said"
+    assert tk.report(run.path).words == "as its supervisor said"
 
 
 def test_of_two_launches_at_once_one_is_refused(here: Path) -> None:

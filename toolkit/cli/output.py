@@ -1,4 +1,4 @@
-"""Where results go: standard output, JSON, and files that are checked before hours of work."""
+"""Output of results: text, JSON, and files, which are checked before hours of work."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write(path: Path, text: str) -> None:
 
 
 def show(result: Result | dict[str, Any], target: str | None) -> None:
-    """Print a result and write it as JSON where `--json` says."""
+    """Print a result, and write it as JSON to the target of `--json`."""
     value = redact_all(result.to_dict() if isinstance(result, Result) else result)
     if target is not None:
         text = json.dumps(value, indent=2) + "\n"

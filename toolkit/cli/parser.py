@@ -43,7 +43,7 @@ MODEL = _argument(
 REMOTE_CODE = _argument("--trust-remote-code", metavar="REVISION", help="run the model's own code, of this revision")
 HARDWARE = _argument("--hardware", metavar="NAME", help="such as '8x H100-80GB' or '2x cpu' (default: this machine)")
 HOST_MEMORY = _argument(
-    "--host-memory", metavar="SIZE", help="memory of a node's host, such as 60GiB (default: as --hardware has it)"
+    "--host-memory", metavar="SIZE", help="memory of a node's host, such as 60GiB (default: of --hardware)"
 )
 MACHINES = _argument(
     "--hardware", metavar="NAME", help="as '8x H100-80GB'; 'any x H100-80GB': one or more (default: this machine)"
@@ -51,7 +51,7 @@ MACHINES = _argument(
 BUDGET = (
     _argument("--tokens", type=float, help="tokens of the whole training, such as 2e9: adds hours"),
     _argument("--price", type=float, help="price of a device for an hour: adds costs"),
-    _switch("--all", "show every candidate, not the first ones and the reasons"),
+    _switch("--all", "show every candidate, not only the first ones and the reasons"),
 )
 ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without padding")
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
@@ -84,8 +84,8 @@ PLANNING = (
 CONFIG = (
     _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
     _argument("--nodes", type=int, default=1, help="machines (default: 1)"),
-    _argument("--node-rank", type=int, metavar="N", help="the node that reads the file, from 0; with --nodes"),
-    _argument("--main-address", metavar="HOST:PORT", help="where node 0 listens; with --nodes"),
+    _argument("--node-rank", type=int, metavar="N", help="the node of the file, from 0; with --nodes"),
+    _argument("--main-address", metavar="HOST:PORT", help="address of node 0; with --nodes"),
     _path("--all", metavar="DIR", help="write a file for every strategy into this folder"),
     _path("-o", "--output", metavar="FILE", help="the file to write (default: standard output)"),
 )
@@ -94,7 +94,7 @@ RESUME = (
     RUN,
     _argument("--processes", type=int, help="ranks on this machine (default: as many as before)"),
     _argument("--target", metavar="COMMAND", help="of a run of your own script or module: 'train.py --lr 3'"),
-    _argument("--trust-target", metavar="SHA256", help="run the target that run.json names, of this digest"),
+    _argument("--trust-target", metavar="SHA256", help="run the target in run.json, of this digest"),
     TARGET_DIGEST,
 )
 LAUNCH = (
@@ -112,7 +112,7 @@ EXPORT = (
     _path("-o", "--output", metavar="DIR", required=True, help="a new or an empty folder"),
     _switch("--merge", "merge an adapter into its base"),
     _argument("--dtype", metavar="fp32|bf16|fp16", help="save in this dtype (default: the checkpoint's own)"),
-    _argument("--model", metavar="MODEL", help="the base model (default: the one that the checkpoint names)"),
+    _argument("--model", metavar="MODEL", help="the base model (default: from the checkpoint)"),
     REMOTE_CODE,
 )
 
@@ -129,9 +129,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
         for name, value in read_config(path, flags.processes).items():
             if getattr(flags, name) not in (None, value):
-                given = f"{flag(name)} {getattr(flags, name)}"
+                flag_text = f"{flag(name)} {getattr(flags, name)}"
                 raise StrategyError(
-                    f"{given} contradicts {path}, which sets {value}. Change one, or leave the flag out."
+                    f"{flag_text} contradicts {path}, which sets {value}. Change one, or leave the flag out."
                 )
             setattr(flags, name, value)
     return flags

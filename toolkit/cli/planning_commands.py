@@ -139,11 +139,11 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.engines.job import default_ranks
 
     if flags.all:
-        written = {}
+        contents = {}
         for name, strategy in catalog().items():
-            written[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
-            write_config(Path(flags.all, f"{name}.yaml"), written[name], "--all")
-        return written
+            contents[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
+            write_config(Path(flags.all, f"{name}.yaml"), contents[name], "--all")
+        return contents
     strategy = read(Strategy, flags)
     ranks = flags.processes
     if ranks is None:
@@ -192,9 +192,9 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
 def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
     """Return a strategy for each sharding that `--sharding` lists, or for each of `default`."""
     fields = given(flags, Strategy)
-    chosen = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
+    words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
     groups = fields.pop("dp_replicate", 2)
     return [
         from_dict(Strategy, {**fields, "sharding": word, "dp_replicate": groups if SHARDINGS[word].hybrid else 1})
-        for word in chosen
+        for word in words
     ]

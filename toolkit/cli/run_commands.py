@@ -61,7 +61,7 @@ def launch(flags: argparse.Namespace) -> Result:
     """Run your own script or module as a supervised run."""
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.script_session import run_script
+    from toolkit.launcher.script_run import run_script
     from toolkit.run_folder.folder import RUNS, check_new, new_path
     from toolkit.training.setup import choose_ranks, print_default
 
@@ -108,7 +108,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.devices.machine import hardware
     from toolkit.engines.base import engine_of
     from toolkit.launcher import RestartPolicy, supervise_with_restarts
-    from toolkit.launcher.trust import target_of
+    from toolkit.launcher.targets import target_of
     from toolkit.reports import reported
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.run_json import read_run_json
@@ -117,20 +117,20 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.training.resumption import finished, merge_config
     from toolkit.training.setup import check_ranks
 
-    was, machine = read_run_json(path), hardware()
-    ranks = was["ranks"] if flags.processes is None else flags.processes
-    if target := target_of(was):
-        return _resume_own(path, target, read(Strategy, flags, was["strategy"]), ranks, flags)
+    recorded, machine = read_run_json(path), hardware()
+    ranks = recorded["ranks"] if flags.processes is None else flags.processes
+    if target := target_of(recorded):
+        return _resume_own(path, target, read(Strategy, flags, recorded["strategy"]), ranks, flags)
     for name in ("target", "trust_target"):
         if getattr(flags, name, None):
             raise RunError(f"{flag(name)}: {path} is a run of the recipe, and of no target. Leave it out.")
     restart_policy = read(RestartPolicy, flags)
     new = {owner: given(flags, owner) for owner in (RunConfig, TrainConfig, Strategy)}
-    run_config, train_config, fields = merge_config(was, new[RunConfig], new[TrainConfig], new[Strategy], ranks)
+    run_config, train_config, fields = merge_config(recorded, new[RunConfig], new[TrainConfig], new[Strategy], ranks)
     strategy = from_dict(Strategy, fields)
-    if message := finished(path, was, train_config):
+    if message := finished(path, recorded, train_config):
         changes = {**new[RunConfig], **new[TrainConfig], **{name: getattr(strategy, name) for name in new[Strategy]}}
-        if other := _changed_fields(was, {**changes, "processes": flags.processes}):
+        if other := _changed_fields(recorded, {**changes, "processes": flags.processes}):
             raise RunError(f"{message} {' and '.join(other)} would change nothing of it: leave such flags out.")
         print(message, file=sys.stderr)
         return _result(path)
@@ -152,8 +152,8 @@ def _resume_own(
     from toolkit.devices.machine import hardware
     from toolkit.launcher import RestartPolicy
     from toolkit.launcher.run_handle import Run
-    from toolkit.launcher.script_session import run_script
-    from toolkit.launcher.trust import check_target
+    from toolkit.launcher.script_run import run_script
+    from toolkit.launcher.targets import check_target
     from toolkit.run_folder.folder import run_paths
 
     if unusable := [flag(name) for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]:
@@ -190,10 +190,10 @@ def compare(flags: argparse.Namespace) -> Result:
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
 
-    chosen = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
+    strategies_ = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
     run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags, {"steps": 20})
     options = {"machine": hardware(), "root": Path(flags.run_dir or "runs"), "processes": flags.processes}
-    return compare(run_config, chosen, train_config, **options)
+    return compare(run_config, strategies_, train_config, **options)
 
 
 def export(flags: argparse.Namespace) -> Result:
@@ -214,12 +214,17 @@ CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", 
 """Flags about restarts, which change nothing of the training."""
 
 
-def _changed_fields(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe fields whose new values differ from the run's."""
-    before = {**was["run_config"], **was["train_config"], **was["strategy"], "processes": was["ranks"]}
+def _changed_fields(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
+    """Describe the fields with other values than the run's."""
+    before = {
+        **recorded["run_config"],
+        **recorded["train_config"],
+        **recorded["strategy"],
+        "processes": recorded["ranks"],
+    }
     return [
         f"{flag(name)} {value} (it was {before.get(name)})"
-        for name, value in now.items()
+        for name, value in changes.items()
         if name not in CARE and value not in (None, "auto", before.get(name)) and MARK not in str(before.get(name))
     ]
 

@@ -1,4 +1,4 @@
-"""The fields of dataclasses as command-line flags, and back. Whatever a field is called, its flag is called."""
+"""The fields of dataclasses as command-line flags, and back. A flag has the name of its field."""
 
 from __future__ import annotations
 
@@ -80,11 +80,6 @@ MAX_METAVAR = 60
 """Characters of a flag and its values in one line of help; more values stand in its text."""
 
 
-def section(owner: type[Any]) -> str:
-    """Return the JSON key of a dataclass of fields: `TrainConfig` → `train_config`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__).lower()
-
-
 def flag(name: str) -> str:
     """Return a field's flag: `"micro_batch"` → `"--micro-batch"`."""
     return "--" + name.replace("_", "-")
@@ -125,7 +120,7 @@ def add_flags(
 ) -> None:
     """Give `parser` one flag for each field of dataclasses. A flag that is not given stays `None`, so that it binds nothing.
 
-    `default`: what help says of one that is not given, where that is not the field's own default.
+    `default`: the default in the help text, if it is not the field's own.
     """
     for owner in owners:
         group = parser.add_argument_group(owner.__name__)
@@ -161,7 +156,7 @@ def to_flags(*owners: Any) -> list[str]:
 
 
 def differing(owner: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass whose values are not their defaults."""
+    """Return the fields of a dataclass with other values than their defaults."""
     values = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

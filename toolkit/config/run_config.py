@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit.config.flags import amount, validate
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
 
 EMBEDDED = "embedded"
 """The name of the model and of the data that are used where none are named."""
@@ -19,20 +23,20 @@ class RunConfig:
     trust_remote_code: str | None = amount(
         None, "run the model's own code, of this full commit (of a folder: this sha256)"
     )
-    """As `describe` takes it. A run's folder alone never says it: resuming needs the flag again."""
+    """As `describe` takes it. A run's folder alone does not allow it: a resume needs the flag again."""
     data: str = amount(EMBEDDED, "text, JSONL, folder, dataset, or the embedded text")
-    """As `data.find_source` says."""
-    eval_data: str | None = amount(None, "data whose loss is reported")
+    """As `data.find_source` takes it."""
+    eval_data: str | None = amount(None, "held-out data to evaluate the loss on")
     """Evaluated every `eval_every` steps, and at the end."""
     eval_every: int = amount(0, "steps between evaluations; 0: at the end alone", least=0)
     """In optimizer steps."""
     mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
-    chat_template: str | None = amount(None, "a Jinja file, where the tokenizer has none")
-    """In place of the tokenizer's own."""
-    text_column: str = amount("text", "column of JSONL and dataset rows that holds a text")
+    chat_template: str | None = amount(None, "a Jinja file, in place of the tokenizer's own")
+    """A file with a template."""
+    text_column: str = amount("text", "column with the text, in JSONL and dataset rows")
     """Of JSONL and dataset rows."""
-    packing: bool = amount(True, "several documents a row, where the model keeps them apart")
+    packing: bool = amount(True, "several documents a row, if the model separates them")
     """Otherwise one document a row, padded."""
     tracker: str | None = amount(None, "tensorboard, trackio, wandb, …; several by commas")
     """Accelerate's trackers by name."""
@@ -45,18 +49,22 @@ class RunConfig:
     save_every: int = amount(0, "steps between checkpoints; 0: by time alone", least=0)
     """In optimizer steps."""
     save_seconds: float = amount(1800.0, "seconds between checkpoints; 0: by steps alone", least=0)
-    """Whichever comes first. Where both are 0 there are no checkpoints at all."""
+    """Together with `save_every`: the earlier one counts. If both are 0 there are no checkpoints."""
     keep: int = amount(2, "complete checkpoints to keep", least=1)
     """The newest ones."""
-    workers: int = amount(0, "processes that a rank loads its batches in; 0: none", least=0)
+    workers: int = amount(0, "loader processes of a rank; 0: none", least=0)
     """Order and values do not depend on it."""
-    timeout: float = amount(600.0, "seconds after which a rank that gives no sign has hung", least=1)
-    """Of a rank's heartbeat, and of every rank in a collective that waits for another."""
+    timeout: float = amount(600.0, "seconds without a heartbeat after which a rank has hung", least=1)
+    """Also the time limit of every collective."""
 
     def __post_init__(self) -> None:
         validate(self)
 
     @property
     def checkpoints(self) -> bool:
-        """Whether the run writes any: also at its end, and where it is stopped."""
+        """Whether the run writes any, which it also does at its end and at a stop."""
         return bool(self.save_every or self.save_seconds)
+
+
+SECTIONS: Mapping[str, type[Any]] = {"run_config": RunConfig, "strategy": Strategy, "train_config": TrainConfig}
+"""Key in `run.json` → the dataclass of its fields."""

@@ -43,7 +43,7 @@ class Sharding:
     shards: str
     """The states that are sharded, as text."""
     aliases: tuple[str, ...] = ()
-    """What FSDP1 calls it."""
+    """Its names in FSDP1."""
     offload: tuple[str, ...] = ("none",)
     adapter: tuple[str, ...] = ("none", "lora", "dora", "qlora")
     precision: tuple[str, ...] = ("auto", *PRECISIONS)
@@ -52,11 +52,11 @@ class Sharding:
     buckets: tuple[str, ...] = ()
     """The fields of `BUCKETS` that it takes: the others have no such buffer there."""
     data_parallel: str = "shard"
-    """What ranks do that read different rows: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
+    """Relation of data-parallel ranks: `none` (there is one), `replicate`, `shard`, or `hybrid`: groups of shards."""
     smaller: tuple[str, ...] = ("fsdp", "zero3")
     """Shardings that hold less on a rank, the one that holds least first."""
     usual: bool = False
-    """Whether it stands for its engine where one sharding of each engine is shown."""
+    """Whether it represents its engine in views with one sharding of each engine."""
 
     @property
     def hybrid(self) -> bool:
@@ -142,11 +142,11 @@ class Strategy(Result):
         StrategyError: for a value that is unknown or not available yet, and for a combination that no engine can run.
     """
 
-    sharding: str = choice("none", SHARDINGS, "who holds what; FSDP1's names are aliases")
+    sharding: str = choice("none", SHARDINGS, "states that are sharded over ranks; FSDP1's names are aliases")
     offload: str = choice(
-        "none", OFFLOADS, "what lives in host memory between its uses; cpu: parameters too", LATER["offload"]
+        "none", OFFLOADS, "states in host memory between their uses; cpu: parameters too", LATER["offload"]
     )
-    adapter: str = choice("none", ADAPTERS, "what is trained: all weights (none), or a PEFT adapter over frozen ones")
+    adapter: str = choice("none", ADAPTERS, "train all weights (none), or a PEFT adapter over frozen ones")
     precision: str = choice(
         "auto",
         PRECISION_WORDS,
@@ -156,34 +156,32 @@ class Strategy(Result):
     grad_accum_dtype: str = choice(
         "auto",
         GRAD_ACCUM_DTYPES,
-        "zero1-3: the dtype that gradients are added up in; auto: fp32; the compute dtype takes half, and rounds each sum",
+        "zero1-3: dtype of gradient sums; auto: fp32; the compute dtype takes half the bytes, and rounds each sum",
     )
     overlap_comm: str = choice(
         "auto",
         ("auto", "on", "off"),
-        "zero2, zero3: reduce gradients while the backward goes on; takes a second bucket; auto: zero3 on a GPU",
+        "zero2, zero3: reduce gradients during the backward; takes a second bucket; auto: zero3 on a GPU",
     )
     bucket_elements: int | None = amount(
         None,
-        "ddp, zero1-3: gradients that are reduced at once; open: 25 MiB, or the square of the hidden size",
+        "ddp, zero1-3: gradient elements in one reduction; open: 25 MiB, or the square of the hidden size",
         least=1,
     )
     gather_bucket_elements: int | None = amount(
         None,
-        "zero1-3: parameters that are gathered at once; open: 0.9 to 1 times the square of the hidden size",
+        "zero1-3: parameter elements in one gather; open: 0.9 to 1 times the square of the hidden size",
         least=1,
     )
-    attention: str = choice(
-        "auto", ATTENTION_WORDS, "auto: the best that is installed and works for this dtype and device"
-    )
+    attention: str = choice("auto", ATTENTION_WORDS, "auto: the best installed kernel for this dtype and device")
     activation_checkpointing: str = choice(
         "full",
         ACTIVATION_CHECKPOINTINGS,
         "full: recompute each layer in the backward",
         LATER["activation_checkpointing"],
     )
-    dp_replicate: int = amount(1, "hsdp: the groups that each hold a whole sharded copy", least=1)
-    tp: int = amount(1, "tensor parallelism: ranks that share each matrix product; with none or fsdp", least=1)
+    dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
+    tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
     cp: int = amount(1, "", least=1)
     ep: int = amount(1, "", least=1)
     pp: int = amount(1, "", least=1)

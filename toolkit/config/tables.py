@@ -10,11 +10,11 @@ class Precision:
     """The dtypes of a precision on every engine, by torch's names."""
 
     compute: str
-    """Of the forward's matrix products, and of frozen weights."""
+    """Dtype of the forward's matrix products and of frozen weights."""
     master: str
-    """Of the trained weights that the optimizer steps, and of its states."""
+    """Dtype of the trained weights in the optimizer's step, and of its states."""
     reduce: str
-    """In which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks."""
     scaled: bool = False
     """Whether the loss is scaled up, so that small gradients do not vanish."""
     agreement: float

@@ -32,18 +32,20 @@ class TrainConfig(Result):
         "learning_rate",
         above=0,
     )
-    weight_decay: float = amount(0.01, "share of a weight that a step takes away, times the rate", least=0)
+    weight_decay: float = amount(0.01, "share of a weight removed in each step, times the rate", least=0)
     beta1: float = amount(0.9, "decay of the first moment", least=0, below=1)
     beta2: float = amount(0.999, "decay of the second moment", least=0, below=1)
     eps: float = amount(1e-8, "added to the root of the second moment", above=0)
-    scheduler: str = choice("cosine", SCHEDULERS, "how the rate falls after the warm-up, over the steps that are left")
-    warmup: int = amount(5, "steps in which the rate rises to its peak", least=0)
-    warmup_type: str = choice("linear", ("linear", "log"), "how it rises; log: as DeepSpeed's schedulers do by default")
-    min_lr: float = amount(0.0, "the rate that the warm-up begins from and the scheduler falls to", least=0)
+    scheduler: str = choice("cosine", SCHEDULERS, "decay of the rate after the warm-up, over the remaining steps")
+    warmup: int = amount(5, "steps of the rate's rise to its peak", least=0)
+    warmup_type: str = choice(
+        "linear", ("linear", "log"), "shape of the rise; log: the default of DeepSpeed's schedulers"
+    )
+    min_lr: float = amount(0.0, "rate at the start of the warm-up and at the end of the schedule", least=0)
     loss_scale: float = amount(65536.0, "fp16: the first scale of the loss, a power of 2; it adapts", least=1)
     loss_scale_window: int = amount(2000, "fp16: steps without an overflow before the scale doubles", least=1)
     steps: int = amount(100, "optimizer steps", "max_steps", least=1)
-    seed: int = amount(0, "of the data's order, dropout, and an adapter's first weights", least=0)
+    seed: int = amount(0, "seed of the data's order, dropout, and an adapter's first weights", least=0)
 
     def __post_init__(self) -> None:
         validate(self)

@@ -25,7 +25,7 @@ LIMIT = 16 * 2**20
 """Bytes of the longest JSON that is read, of which Python makes objects of 400 MiB at most: a run's files have thousands."""
 
 DRAFT = ".tmp"
-"""How names of drafts end."""
+"""Suffix of the names of drafts."""
 
 
 def write_whole(path: Path, data: bytes) -> None:

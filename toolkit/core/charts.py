@@ -1,6 +1,6 @@
 """Pictures as SVG, by matplotlib: stacked bars by part, and curves over steps.
 
-matplotlib comes with the extra `notebook`. Without it, a sentence that says so takes a picture's place. Every picture has a white
+matplotlib comes with the extra `notebook`. Without it, a sentence with the fix takes a picture's place. Every picture has a white
 background, so that it is legible on a dark page, and a name that holds its values. It has no script, no link and no id.
 """
 
@@ -18,7 +18,7 @@ from toolkit.core.units import format_bytes
 __all__ = ["POINTS", "Bar", "bars", "curve", "figure", "portable", "thinned"]
 
 LINES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "transient", "workspace")
-"""The parts whose colours the lines of a curve take, in order."""
+"""The parts that lend the lines of a curve their colours, in order."""
 
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 POINTS = 400

@@ -1,4 +1,4 @@
-"""How results look: one table, as text and as HTML. Every result shows itself through `Result`."""
+"""Tables as text and as HTML, by the templates in this folder. `Result`: the base class of results that show themselves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from toolkit.core.redaction import redact, redact_all, visible
@@ -39,18 +41,21 @@ class Table:
         """
         from io import StringIO
 
+        from rich.box import Box
         from rich.console import Console
         from rich.table import Table as RichTable
+        from rich.text import Text  # in which nothing is markup
 
         cells, right = self._cells()
-        table = RichTable(box=_box(), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        rule = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)  # a line below the header
+        table = RichTable(box=rule, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         widths = _column_widths(
             [[name, *column] for name, *column in zip(self.columns, *cells, strict=True)], right, width
         )
         for name, numbers, column_width in zip(self.columns, right, widths, strict=True):
-            table.add_column(_plain(name), justify="right" if numbers else "left", width=column_width)
+            table.add_column(Text(name), justify="right" if numbers else "left", width=column_width)
         for row in cells:
-            table.add_row(*map(_plain, row))
+            table.add_row(*map(Text, row))
         console = Console(
             force_jupyter=False, file=StringIO(), width=UNLIMITED, color_system=None, force_terminal=False, emoji=False
         )
@@ -62,8 +67,6 @@ class Table:
 
     def html(self) -> str:
         """Return a plain `<table>` with a caption and headers, readable without a style sheet or a script."""
-        from toolkit.core.html import render
-
         rows, right = self._cells()
         sides = ["right" if numbers else "left" for numbers in right]  # notebooks set every cell to the right
         columns = [str(name) for name in self.columns]
@@ -95,19 +98,6 @@ def _column_widths(columns: Sequence[Sequence[str]], right: Sequence[bool], limi
 
 def _numeric(cell: str) -> bool:
     return cell[:1].isdigit() or cell in ("", "-", "–")
-
-
-def _box() -> Any:
-    from rich.box import Box
-
-    return Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-
-
-def _plain(text: str) -> Any:
-    """Return text for rich in which nothing is markup."""
-    from rich.text import Text
-
-    return Text(text)
 
 
 def _wrapped(text: str, width: int) -> str:
@@ -152,3 +142,24 @@ class Result:
     def to_json(self) -> str:
         """Return `to_dict()` as JSON text."""
         return json.dumps(redact_all(self.to_dict()), indent=2)
+
+
+def markup(html: str) -> Any:
+    """Return HTML that templates leave as it is; they escape every other value."""
+    from markupsafe import Markup
+
+    return Markup(html)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the HTML of `templates/TEMPLATE.html` with these values."""
+    text: str = _environment().get_template(f"{template}.html").render(values)
+    return text
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).with_name("templates"))
+    return Environment(loader=folder, autoescape=True, undefined=StrictUndefined)

@@ -1,4 +1,4 @@
-"""Where a step is: `phase(name)` marks the beginning and the end, and tells whoever observes."""
+"""Phases of a step: `phase(name)` marks the beginning and the end of one, and calls the observers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES = ("load", "prepare", "forward", "backward", "step", "save")
 """In the order of a run. Load begins with the process; recomputation belongs to backward."""
 
 PREFIX = "toolkit/"
-"""What stands before a phase's name in a profiler's trace."""
+"""Prefix of a phase's name in a profiler's trace."""
 
 Observer = Callable[[str, bool], None]
 """Called with a phase's name, and True where it begins, False where it ends."""

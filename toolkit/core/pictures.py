@@ -15,8 +15,7 @@ from html import escape
 from importlib.util import find_spec
 from typing import Any
 
-from toolkit.core.display import Table
-from toolkit.core.html import markup, render
+from toolkit.core.display import Table, markup, render
 from toolkit.core.redaction import redact
 
 COLOURS = {

@@ -20,14 +20,12 @@ LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 
 _OURS = "set by accelerate-toolkit"
 SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
-"""What keeps a child from importing files of the folder that it is started in; any word does. A user's own setting stays."""
+"""Variable that stops a child from importing files of its working directory; any value works. A user's own setting stays."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _SMALLEST_MAPPED, _LARGEST_IN_HEAP = 256 * 1024, 32 * 1024 * 1024
 _POLL_SECONDS = 0.5
-
-_parent_of_forks: int | None = None
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -111,24 +109,11 @@ def _register_fork_hooks() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-@contextlib.contextmanager
-def forks_die_with_parent() -> Iterator[None]:
-    """Let forked children die with this process, and end on a signal without this process's handlers."""
-    global _parent_of_forks
-    if _parent_of_forks is None:
-        os.register_at_fork(after_in_child=_in_fork)
-    _parent_of_forks = os.getpid()
-    try:
-        yield
-    finally:
-        _parent_of_forks = 0
-
-
-def _in_fork() -> None:
-    if _parent_of_forks:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
-        _die_with(_parent_of_forks)
+def begin_child(parent: int) -> None:
+    """Let a forked worker die with its parent, and end on a signal without the parent's handlers."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the parent ends the others
+    _die_with(parent)
 
 
 def _die_with(parent: int) -> None:
@@ -138,7 +123,7 @@ def _die_with(parent: int) -> None:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as a request: recorded, so that a step can end and a checkpoint be published, and obeyed then.
+    """SIGTERM and SIGINT as a request: recorded, so that the step can end and a checkpoint be published first.
 
     A context for the main thread. Python allows no other thread to handle signals; there it does nothing.
     """
@@ -146,7 +131,7 @@ class StopSignal:
     number: int | None = None
     """The first signal that came."""
     again = False
-    """Whether another one followed: launchers send one after a terminal has."""
+    """Whether a second signal followed the first."""
     listening = False
 
     def _on_signal(self, number: int, _: object) -> None:

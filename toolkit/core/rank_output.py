@@ -1,4 +1,4 @@
-"""What a rank prints is kept, redacted, by one process for each node. Standard library only, for before any heavy import."""
+"""Redacted logs of ranks, written by one process for each node. Standard library only: it runs before any heavy import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tee_output(log: Path, *, rank: int, supervised: bool, token: str) -> None:
     (a bare `accelerate launch`) everybody prints as before. `token` names the run.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    if os.isatty(1):  # a progress bar asks the terminal for its width, and will find a pipe
+    if os.isatty(1):  # a progress bar reads the width of the terminal, and finds a pipe
         os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
     _flush()
     log_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

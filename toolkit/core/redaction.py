@@ -1,4 +1,4 @@
-"""What is printed, logged or written: secrets are taken out (`redact`), and what a terminal would obey is spelled (`visible`).
+"""Safe output: `redact` removes secrets, and `visible` escapes control characters.
 
 As a program, it does both to the output of a node's ranks.
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any, TextIO
 
 MARK = "[redacted]"
-"""What stands where a secret stood."""
+"""Replacement of a secret."""
 
 LEAST = 8
 """Characters of the shortest value that counts as a secret: `true` and `1` are none."""
@@ -32,7 +32,7 @@ _PLACE = re.compile(r"(?:FILE|PATH|DIR)$")
 _OURS = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
 
 _VALUE = r"[^\s\"'\\,;&<>]{8,}"
-# What stands before a word that tells has a limit: without one there are texts that take time in the square of their length.
+# The text before a telling word has a limit: without one the time grows with the square of some texts.
 _SHAPES = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -57,7 +57,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u20
 """Control characters but tab, newline and return, what turns the direction of writing (Unicode's bidi controls), surrogates."""
 
 _MOVES = re.compile(r"\x1b\[[0-9;]{0,16}[AKm]")
-"""What progress bars print: a line up, the rest of a line erased, a colour."""
+"""Control sequences of progress bars: a line up, the rest of a line erased, a colour."""
 
 
 def visible(text: str, *, moves: bool = False) -> str:
@@ -81,7 +81,7 @@ def _escape(match: re.Match[str]) -> str:
 def redact(text: str) -> str:
     """Return `text` with `[redacted]` in place of every secret.
 
-    Secret are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
+    Secrets are the values of environment variables with a telling name (`HF_TOKEN`, `*_API_KEY`, `*SECRET*`, `*PASSWORD*`, …;
     at least 8 characters), the Hub's token file, passwords in `.netrc`, and what has the shape of a well-known token.
     """
     return _redacted(text, _secrets_pattern())

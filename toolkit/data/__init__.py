@@ -1,8 +1,8 @@
 """Turn text, JSONL, chat and Hub datasets into packed, masked rows; the embedded text, tokenizer and model.
 
-In order: `sources` (a name → files), `files` (files → documents), `ingestion` (documents → the cache, once), `encoder` (a
-document → token ids and trained positions), `tokenization` (all documents, in several processes), `packing` (documents → rows
-of equal length), `preparation` (all of these once, into the cache), `rows` (reads the cache), `batching` (the rows of a rank).
+In order: `sources` (a name → files), `files` (files → documents), `ingestion` (documents → the cache, once), `tokenization`
+(documents → token ids and trained positions), `packing` (documents → rows of equal length), `rows` (all of these once, into
+the cache), `batching` (the rows of a rank).
 """
 
 from toolkit.data.batching import Order as Order
@@ -19,8 +19,8 @@ from toolkit.data.embedded import resolve_spec as resolve_spec
 from toolkit.data.files import documents as documents
 from toolkit.data.ingestion import Contents as Contents
 from toolkit.data.ingestion import ingest as ingest
-from toolkit.data.preparation import prepare_data as prepare_data
-from toolkit.data.preparation import supports_packing as supports_packing
 from toolkit.data.rows import Rows as Rows
 from toolkit.data.rows import find_rows as find_rows
+from toolkit.data.rows import prepare_data as prepare_data
+from toolkit.data.rows import supports_packing as supports_packing
 from toolkit.data.sources import find_source as find_source

@@ -1,4 +1,4 @@
-"""Which rows a rank takes when: an order that knows nothing of ranks, and each rank's share of it."""
+"""The order of rows, which does not depend on the ranks, and each rank's share of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.core.units import ceil_div
 from toolkit.data.rows import Rows
 
 SHOWN_ROWS, SHOWN_TOKENS, LISTED_ROWS = 8, 12, 32
-"""Of how many of a step's samples a message shows the text, how much of it, and how many it names at all."""
+"""In a message on a step's samples: the rows with text, the tokens of each text, and the rows with a number."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +71,7 @@ def hash_ids(ids: Sequence[int]) -> str:
 def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
     """Return a text with these rows for a message: their numbers, and for the first ones the start of their text.
 
-    Never raises: what a message cannot tell must not cost the weights that are saved behind it.
+    Never raises: a missing detail of a message must not prevent the save that follows.
     """
 
     def row_text(at: int) -> str:

@@ -1,4 +1,4 @@
-"""Read a source once: its documents are checked, hashed, and kept as an Arrow file in the cache."""
+"""Read a source once: check and hash its documents, and store them as an Arrow file in the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.data.files import Document, documents
 from toolkit.data.sources import Source, find_source
 
 FORMAT = 3
-"""Of the cached documents. Raise it when their columns or checks change."""
+"""Version of the cached documents. Raise it when their columns or checks change."""
 
 BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
 """A record batch of the Arrow file ends at either of them; a process tokenizes one at a time."""
@@ -58,7 +58,7 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
 
 @contextlib.contextmanager
 def cache_errors(folder: Path) -> Iterator[None]:
-    """Turn a failed write into a sentence. What fails while a source is read is a DataError already."""
+    """Convert a failed write into a DataError. A failed read is one already."""
     try:
         yield
     except OSError as error:
@@ -107,9 +107,9 @@ def _read(origin: Source, entry: Path, text_column: str) -> Contents:
     before = _stats(origin)
     with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
         draft = Path(fresh, "documents.arrow")
-        read = documents(origin, text_column=text_column, cache=Path(fresh))
+        checked = documents(origin, text_column=text_column, cache=Path(fresh))
         with progress_bar("reading", sum(stats[2] for stats in before.values()), "B") as bar:
-            digest = _write(read, draft, bar)
+            digest = _write(checked, draft, bar)
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
         contents = Contents(source=origin, hash=digest, documents=_documents_path(digest))
@@ -118,7 +118,7 @@ def _read(origin: Source, entry: Path, text_column: str) -> Contents:
     return contents
 
 
-def _write(read: Iterable[Document], path: Path, bar: Any) -> str:
+def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
     """Write documents as an Arrow file. Return the sha256 of their places and contents, as lines of JSON."""
     import pyarrow as pa
 
@@ -128,7 +128,7 @@ def _write(read: Iterable[Document], path: Path, bar: Any) -> str:
     rows: list[dict[str, Any]] = []
     digest, size = hashlib.sha256(), 0
     with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, schema) as stream:
-        for document in read:
+        for document in checked:
             rows.append({"file": document.file, "line": document.line, **document.content})
             line = json.dumps(rows[-1], sort_keys=True).encode() + b"\n"
             digest.update(line)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from toolkit.data.encoder import Encoded
+from toolkit.data.tokenization import Encoded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,11 +23,11 @@ OPEN_ROWS = 64
 
 @dataclass(kw_only=True)
 class Counts:
-    """What became of the documents."""
+    """Figures of packing documents into rows."""
 
     documents: int = 0
     tokens: int = 0
-    """In the rows that were kept, padding not counted."""
+    """In the returned rows, without padding."""
     trained_tokens: int = 0
     truncated: int = 0
     """Prompts and conversations that were longer than a row, and lost their end."""
@@ -40,7 +40,7 @@ def pack_rows(
 ) -> Iterator[Columns]:
     """Yield rows in a fixed order, without those that have no trained label; `counts` counts the documents.
 
-    A text flows on from row to row: what a row has no room for goes on in the next one as a document of its own.
+    A text continues from row to row: the rest that does not fit starts the next row as a document of its own.
     Prompts and conversations are never cut in two, only truncated to `seq_len`. For `seq2seq` the prompt is the input
     and the completion the labels; of a text, each 2 × `seq_len` tokens (or what is left) are a row, the first half the
     input and the second the labels.

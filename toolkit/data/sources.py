@@ -1,4 +1,4 @@
-"""Where data are: a name given as `--data` → its files, those that a folder leaves out, or rows of the `datasets` library."""
+"""Sources of data: a name given as `--data` → its files, the excluded files of a folder, or rows of the `datasets` library."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the documents are: files of text and JSONL, or rows of the `datasets` library."""
+    """A source of documents: files of text and JSONL, or rows of the `datasets` library."""
 
     name: str
     """As the user wrote it."""
@@ -61,7 +61,7 @@ class Source:
     dataset: Any = None
     """The open dataset of a Hub id."""
     summary: str = ""
-    """Of a folder: which files are read and which are left out."""
+    """Of a folder: the files that are read and those that are left out."""
 
     def where(self, file: int, line: int) -> str:
         """Return a document's place for messages: its file and line (of a text: 0), or its row in a dataset."""
@@ -177,42 +177,42 @@ def _folder(name: str, path: Path) -> Source:
     data = [n for n in visible if not _is_description(n)]
     configured = _configured_files(name, path)
     # Files that describe are data only in a folder that holds nothing else.
-    chosen = configured or data or [n for n in visible if _suffix(n) in TEXT]
-    read = [n for n in chosen if _suffix(n) in READ]
-    unread = [n for n in chosen if n not in read]
-    if not read or (configured and unread):
+    candidates = configured or data or [n for n in visible if _suffix(n) in TEXT]
+    readable = [n for n in candidates if _suffix(n) in READ]
+    unreadable = [n for n in candidates if n not in readable]
+    if not readable or (configured and unreadable):
         what = "README.md configures" if configured else "the folder holds no text or rows, only"
         problem = (
-            f"{what} files that cannot be read: {_list_names(unread)}" if unread else "the folder holds no text or rows"
+            f"{what} files that cannot be read: {_list_names(unreadable)}"
+            if unreadable
+            else "the folder holds no text or rows"
         )
         formats = f"{', '.join(JSONL)}, tables ({', '.join(TABLES)}), or text such as .txt, .md or .py"
         raise DataError(
             f"data {name}: {problem}. Expected {formats}. Unpack or convert the files, or name one text file."
         )
-    tables = [n for n in read if _suffix(n) in TABLES]
-    if tables and len(tables) < len(read):
-        texts = _list_names(n for n in read if n not in tables)
+    tables = [n for n in readable if _suffix(n) in TABLES]
+    if tables and len(tables) < len(readable):
+        texts = _list_names(n for n in readable if n not in tables)
         raise DataError(
             f"data {name}: the folder holds tables ({_list_names(tables)}) and text ({texts})."
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
-    picked, split = (read, "train") if configured else _training_split(name, read)
-    for n in picked:
+    training, split = (readable, "train") if configured else _training_split(name, readable)
+    for n in training:
         if leads := outside_target(path / n, path):
             raise DataError(
                 f"data {path / n} is a link that leaves its folder, to {leads}. Copy the file there in its place."
             )
     # Files of data come first among those that are left out; a hidden folder such as .git counts as one.
-    others = [n for n in (*data, *every) if n not in picked]
-    left_out = dict.fromkeys(next((part for part in Path(n).parts if part.startswith(".")), n) for n in others)
-    summary = (
-        f"{len(picked):,} file{'s' * (len(picked) > 1)}{split and f' of the split {split}'} ({_list_names(picked)})"
-    )
+    others = [n for n in (*data, *every) if n not in training]
+    excluded = dict.fromkeys(next((part for part in Path(n).parts if part.startswith(".")), n) for n in others)
+    summary = f"{len(training):,} file{'s' * (len(training) > 1)}{split and f' of the split {split}'} ({_list_names(training)})"
     return Source(
         name=name,
-        files=tuple(path / n for n in picked),
+        files=tuple(path / n for n in training),
         kind="tables" if tables else "files",
-        summary=summary + (f"; left out: {_list_names(left_out)}" if left_out else ""),
+        summary=summary + (f"; left out: {_list_names(excluded)}" if excluded else ""),
     )
 
 

@@ -35,7 +35,7 @@ class GPUSpec:
     """Host memory for each GPU of `machine`."""
     machine: str
     measured_half: float | None = None
-    """What its fastest matrix product was seen to reach, in the unit of `tflops_half`; None where no source was found."""
+    """Speed of its fastest measured matrix product, in the unit of `tflops_half`; None without a source."""
     sustained: float = 0.8
     """The share of the fastest product's speed that a training step's products reach."""
 

@@ -39,8 +39,8 @@ class Device:
 
     @property
     def key(self) -> str | None:
-        """The name of its row in the catalog; None where no row is exactly its."""
-        return next((key for key, card in CARDS.items() if card is self.card), None)
+        """The name of its row in the catalog; None for speeds of no row."""
+        return next((key for key, card in CARDS.items() if card == self.card), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,8 @@ def cgroup_memory(root: Path, own: Path) -> list[tuple[int, int]]:
 
     Args:
         root: where control groups are mounted.
-        own: the file that says which are this process's. A container often sees another path than the one written here:
-            what does not exist is passed over, and the root, which is then its own, is always looked at.
+        own: the file that lists this process's groups. A container often sees other paths: a missing one is skipped, and
+            the root, which is then its own group, is always read.
     """
     files = {
         "": ("memory.max", "memory.current", "inactive_file"),
@@ -188,10 +188,9 @@ def _this_machine() -> Hardware:
 
 def _cpu(total: int, free: int) -> Device:
     """Return this CPU. bf16 runs on every CPU, fp16 (under DeepSpeed) with oneDNN; FlexAttention has no backward."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    text = Path("/proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed asks, is true with either.
+    # torch's `mkldnn._is_mkldnn_fp16_supported`, which DeepSpeed calls, is true with either.
     half = ("fp16",) if re.search(r"\b(avx512_fp16|avx_ne_convert)\b", text) else ()
     name = model[1] if model else platform.processor() or platform.machine()
     return Device(
@@ -205,9 +204,9 @@ def _gpus() -> list[Device]:
     Raises:
         ToolkitError: where there is a GPU and the driver does not answer.
     """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    selection = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = any(Path("/dev").glob("nvidia[0-9]*"))  # a container may have any of them
-    if chosen == "":
+    if selection == "":
         return []
     try:
         import pynvml
@@ -221,7 +220,7 @@ def _gpus() -> list[Device]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         by_uuid = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
         devices = []
-        for uuid in visible(list(by_uuid), chosen):
+        for uuid in visible(list(by_uuid), selection):
             if uuid in by_uuid:
                 whole = by_uuid[uuid]
                 part = first_instance(pynvml, whole)
@@ -261,16 +260,16 @@ def _gpu(nvml: Any, part: Any, whole: Any) -> Device:
     return _cuda(name, total, int(memory.free), (major, minor), card, named=False)
 
 
-def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:
+def visible(uuids: Sequence[str], selection: str | None) -> list[str]:
     """Return the UUIDs of the devices in `CUDA_VISIBLE_DEVICES`, in its order.
 
     An entry is an index, the beginning of a `GPU-` UUID, or a whole `MIG-` UUID. As in CUDA, the first entry that names
     nothing ends the list (CUDA C++ Programming Guide, "Environment Variables").
     """
-    if chosen is None:
+    if selection is None:
         return list(uuids)
     devices: list[str] = []
-    for entry in (word.strip() for word in chosen.split(",")):
+    for entry in (word.strip() for word in selection.split(",")):
         if entry.isdigit():
             matching = list(uuids[int(entry) : int(entry) + 1])
         elif entry.startswith("MIG-"):
@@ -321,8 +320,7 @@ def _cuda(
     half = (("bf16",) if number >= (8, 0) else ()) + (("fp16",) if number >= (7, 0) else ())
     flash = {"flash_attention_3": number[0] == 9, "flash_attention_2": number >= (8, 0), "varlen": number >= (8, 0)}
     runs = [kernel for kernel, able in flash.items() if able]
-    # What is not installed here may be on a machine that is only named. It stands behind: nothing takes it unasked.
-    # So does torch's kernel, which may be missing there.
+    # A named machine may have other kernels. They come last, as torch's own does there: only a request by name takes them.
     here = [kernel for kernel in runs if _installed(kernel) and not (named and kernel == "varlen")]
     elsewhere = [kernel for kernel in runs if named and kernel not in here]
     return Device(

@@ -21,8 +21,8 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import die_with_parent
 from toolkit.diagnosis import libraries, machine
 from toolkit.diagnosis.libraries import library
-from toolkit.diagnosis.result import Diagnosis, Finding, Outcome
-from toolkit.diagnosis.support import list_abilities
+from toolkit.diagnosis.result import Diagnosis, Finding, Outcome, list_abilities
+from toolkit.models.files import first_line
 
 LIMIT = 60.0
 """Seconds that one check of a library may take."""
@@ -44,7 +44,8 @@ CHECKS: dict[str, Callable[[], str]] = {
     "peft": partial(library, "peft"),
     "flash-attn": libraries.flash_attention,
     "datasets": partial(library, "datasets"),
-    "ipywidgets": machine.widgets,
+    "ipywidgets": partial(machine.installed, "ipywidgets", "live view in notebooks"),
+    "matplotlib": partial(machine.installed, "matplotlib", "pictures in reports and notebooks"),
     "GPUs": machine.gpus,
     "bf16": libraries.bf16_computes,
     "processes": libraries.process_groups,
@@ -63,6 +64,9 @@ APART = (
 )
 """The checks of one child process, in order. Two processes run at once; all other checks run in the caller's."""
 
+CHILD = "from toolkit.diagnosis.checks import main; main()"
+"""The program of a child process."""
+
 _REINSTALLED = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "bitsandbytes", "peft")
 
 
@@ -80,7 +84,7 @@ def check(name: str) -> Finding:
     except ToolkitError as error:
         return broken(name, str(error))
     except Exception as error:  # a broken library may raise anything
-        return broken(name, f"{type(error).__name__}: {libraries.first_line(error)}")
+        return broken(name, f"{type(error).__name__}: {first_line(error)}")
 
 
 def broken(name: str, detail: str) -> Finding:
@@ -121,26 +125,26 @@ def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Even
         stop: set, it ends the child, and nothing more is checked.
     """
     stop = stop or threading.Event()
-    left = list(names)
-    while left and not stop.is_set():
+    remaining = list(names)
+    while remaining and not stop.is_set():
         reader, writer = Pipe(duplex=False)
         with tempfile.TemporaryFile() as errors, reader:
             with writer:
                 # Its own session: compilers that it starts end with it.
                 child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "toolkit.diagnosis", str(os.getpid()), str(writer.fileno()), *left],
+                    [sys.executable, "-P", "-c", CHILD, str(os.getpid()), str(writer.fileno()), *remaining],
                     stdout=errors, stderr=errors, pass_fds=[writer.fileno()], start_new_session=True,
                 )  # fmt: skip
             try:
-                while left and _answers(reader, COMPILE_LIMIT if left[0] == COMPILE else each, stop):
+                while remaining and _answers(reader, COMPILE_LIMIT if remaining[0] == COMPILE else each, stop):
                     yield Finding(**json.loads(reader.recv_bytes()))
-                    left.pop(0)
-                if left and not stop.is_set():
-                    yield broken(left.pop(0), f"did not end within {each:g} s")
+                    remaining.pop(0)
+                if remaining and not stop.is_set():
+                    yield broken(remaining.pop(0), f"did not end within {each:g} s")
             except EOFError:
                 child.wait()
                 errors.seek(0)
-                yield broken(left.pop(0), _exit_text(child.returncode, errors.read().decode(errors="replace")))
+                yield broken(remaining.pop(0), _exit_text(child.returncode, errors.read().decode(errors="replace")))
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
@@ -162,10 +166,14 @@ def _exit_text(code: int, output: str) -> str:
     return f"{how}: {last}" if last else how
 
 
-def main(parent: int, descriptor: int, names: list[str]) -> None:
-    """Run checks in order in the child, and send a finding as soon as it is there."""
-    die_with_parent(parent)
-    os.set_inheritable(descriptor, False)
-    with Connection(descriptor, readable=False) as results:
+def main() -> None:
+    """Run checks in order in the child, and send each finding as soon as it is there.
+
+    The arguments are the parent's process id, the descriptor of its pipe, and the names of the checks.
+    """
+    parent, descriptor, *names = sys.argv[1:]
+    die_with_parent(int(parent))
+    os.set_inheritable(int(descriptor), False)
+    with Connection(int(descriptor), readable=False) as results:
         for name in names:
             results.send_bytes(json.dumps(dataclasses.asdict(check(name))).encode())

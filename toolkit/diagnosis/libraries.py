@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis.result import Outcome
 from toolkit.engines.adapters import import_bitsandbytes
+from toolkit.models.files import first_line
 
 EXTRAS = {"deepspeed": "[deepspeed]", "bitsandbytes": "[qlora]"}
 
@@ -141,7 +142,7 @@ def _builder() -> Any:
 
 
 def _missing_to_load(built: bool) -> dict[str, str]:
-    """Return what an operator needs to be loaded, and the fix. A built one still asks ninja whether it is current."""
+    """Return what an operator needs to be loaded, and the fix. A built one still needs ninja, to check that it is current."""
     from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
     lacks = {}
@@ -198,8 +199,3 @@ def flash_attention() -> str:
     except (ImportError, OSError) as error:
         raise Outcome("broken", first_line(error), fix) from None
     return metadata.version("flash-attn")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is not empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

@@ -34,15 +34,14 @@ def build() -> str:
     raise Outcome("missing", "torch is not installed", "`pip install torch`; see pytorch.org for CUDA.")
 
 
-def widgets() -> str:
-    """Check live views in a notebook."""
+def installed(name: str, use: str) -> str:
+    """Return the version of a library of the extra `notebook`, without importing it; `use`: the feature that needs it."""
     from importlib import metadata
 
     try:
-        return metadata.version("ipywidgets")
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        fix = "`pip install 'accelerate-toolkit[notebook]'`"
-        raise Outcome("missing", "not installed: no live view in notebooks", fix) from None
+        raise Outcome("missing", f"not installed: no {use}", "`pip install 'accelerate-toolkit[notebook]'`") from None
 
 
 def gpus() -> str:
@@ -114,7 +113,7 @@ def hub() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise Outcome("n/a", "offline, as HF_HUB_OFFLINE says")
+        raise Outcome("n/a", "offline by HF_HUB_OFFLINE")
     if hub_reachable():
         return f"{constants.ENDPOINT} answers"
     fix = "Without a network: `hf download MODEL --local-dir FOLDER` elsewhere, and give the folder."

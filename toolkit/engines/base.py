@@ -1,6 +1,6 @@
 """`Engine`: everything about one way of sharding, with defaults where an engine is like the others.
 
-A subclass is one file or folder beside this one, or comes from elsewhere and calls `plugins.register`.
+A subclass is one file or folder of this package, or comes from elsewhere and calls `plugins.register`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.core.phases import phase
+from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import Device
 from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_kind, loss_sum
-from toolkit.engines.optimizer_step import (
-    backward_weighted,
-    clip_and_step,
-    clip_norm,
-    masks_known_from,
-    read_counters,
-    steps_on_device,
-    to_device,
-    write_counters,
-)
-from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult, Transfer
+from toolkit.engines.optimizer_step import OptimizerStep, to_device
+from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
-from toolkit.engines.states import packs_experts
+from toolkit.engines.states import (
+    State,
+    distributed_shards,
+    measured_distributed,
+    optimizer_bytes,
+    optimizer_dtypes,
+    packs_experts,
+    parameters_of,
+)
 from toolkit.engines.traces import Trace, TraceConfig, trace_config
+from toolkit.engines.upstream import masks_known_from
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -45,10 +46,10 @@ LAUNCHER_PRECISIONS = ("bf16", "fp16", "fp8")
 """Precisions that Accelerate's config file can say: there bf16 and fp16 keep fp32 masters, too."""
 
 
-class Engine:
+class Engine(OptimizerStep):
     """One way of sharding. Methods that take a `Job` build no process group and touch no device.
 
-    Below `settings` and `accelerator_kwargs` nothing asks which engine runs: what differs between engines is a method here.
+    Every difference between engines is a method here: no other code compares engines.
     """
 
     prepares_pair = True
@@ -65,6 +66,8 @@ class Engine:
     """Whether gradients are reduced after every micro-batch."""
     wraps_model = True
     """Whether `prepare` wraps the model in another class."""
+    scales_on_cpu = False
+    """Whether fp16 trains on a CPU that computes it. Accelerate's scaler is silently off there."""
     hides_every_backward = True
     """Whether transfers overlap with the backward of every micro-batch, and not only with the last one's."""
 
@@ -83,7 +86,7 @@ class Engine:
         return {}
 
     def checks(self, strategy: Strategy, device: Device) -> Sequence[str]:
-        """Return the checks of `toolkit doctor` that have to pass, besides those of torch, transformers and accelerate."""
+        """Return the checks of `toolkit doctor` that have to pass, in addition to those of torch, transformers and accelerate."""
         return ()
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
@@ -122,9 +125,32 @@ class Engine:
         """Return one rank of each kind: the forecast is of the fullest of them."""
         return (0,)
 
+    def rank_elements(self, job: Job, state: State) -> int:
+        """Return the elements of a parameter that each rank holds; by default all."""
+        return state.elements
+
+    def reduce_dtype(self, job: Job) -> str:
+        """Return torch's name of the dtype in which gradients are summed over ranks; empty on one rank."""
+        return job.weight_dtype if job.parallelism.dp_size > 1 else ""
+
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """Return the bytes of states that a rank holds."""
-        raise NotImplementedError
+        """Return the bytes of states that a rank holds; by default the parameters are the masters.
+
+        Source: Rajbhandari et al. 2020, section 3.1.
+        """
+        sizes = [(self.rank_elements(job, state), state) for state in parameters_of(job)]
+        trained = sum(elements for elements, state in sizes if state.trainable)
+        dtypes = {
+            **dict.fromkeys(("trainable", "gradients"), job.weight_dtype),
+            "optimizer": optimizer_dtypes(job),
+            "reduce": self.reduce_dtype(job),
+        }
+        return StateMemory(
+            trainable=trained * BYTES_OF[job.weight_dtype],
+            frozen=sum(elements * BYTES_OF[state.dtype] for elements, state in sizes if not state.trainable),
+            optimizer=optimizer_bytes(job, trained),
+            dtypes={part: name for part, name in dtypes.items() if name},
+        )
 
     def autocast_dtype(self, job: Job) -> str | None:
         """Return torch's name of the autocast dtype; None where the weights themselves have the compute dtype."""
@@ -188,8 +214,8 @@ class Engine:
         return []
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
-        """Measure the bytes of states that this rank holds."""
-        raise NotImplementedError
+        """Measure the bytes of states that this rank holds: the storages of local shards and of the optimizer's state."""
+        return measured_distributed(prepared.model, prepared.optimizer, self.reduce_dtype(prepared.job))
 
     def forward_backward(
         self,
@@ -223,7 +249,7 @@ class Engine:
         return sums
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
-        """Return what surrounds forward and backward of one micro-batch; `last` ends the accumulation."""
+        """Return a context around forward and backward of one micro-batch; `last` ends the accumulation."""
         return nullcontext()
 
     def evaluate(self, prepared: Prepared, batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -248,39 +274,10 @@ class Engine:
         logits: torch.Tensor = output.logits
         return logits
 
-    def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-        """Run the backward of one micro-batch; `last` ends the accumulation."""
-        backward_weighted(prepared, loss)
-
-    def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
-        """Clip the gradients in place and return their global L2 norm over all ranks; `limit` may be infinite."""
-        return clip_norm(parameters, limit)
-
-    def steps_on_device(self, prepared: Prepared) -> bool:
-        """Return whether `step` takes `found_inf`, so that the host need not wait for the gradients."""
-        return steps_on_device(prepared)
-
-    def step(self, prepared: Prepared, found_inf: torch.Tensor | None = None) -> StepResult:
-        """Clip by the global norm over all ranks, then step; a norm that is not finite changes no weight.
-
-        Args:
-            prepared: model and optimizer.
-            found_inf: where `steps_on_device`, a number on the device. At 1 the step changes nothing, and a norm that is not
-                finite sets it to 1. The host does not wait.
-        """
-        return clip_and_step(prepared, found_inf)
-
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
         """Yield every parameter, buffer, master and moment of this rank; `create` makes moments that do not exist yet."""
-        raise NotImplementedError
-
-    def counters(self, prepared: Prepared) -> Counters:
-        """Read the optimizer's steps, and fp16's scaler."""
-        return read_counters(prepared)
-
-    def after_restore(self, prepared: Prepared, counters: Counters) -> None:
-        """Set the counters and update compute copies, after masters (else parameters) and moments were written."""
-        write_counters(prepared, counters)
+        model = prepared.accelerator.unwrap_model(prepared.model)
+        return distributed_shards(prepared.job, model, prepared.optimizer, create)
 
 
 ENGINES: dict[str, Engine] = {}

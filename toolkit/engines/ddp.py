@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
-from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, MiB, dtype_name
 from toolkit.engines.base import Engine, read_precision
-from toolkit.engines.job import Job, advice_without_scaling
+from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.optimizer_step import loss_scaler, write_counters
+from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
-from toolkit.engines.shards import Shard
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import (
-    distributed_shards,
-    measured_distributed,
-    optimizer_bytes,
-    optimizer_dtypes,
-    parameters_of,
-    trained_elements,
-)
+from toolkit.engines.states import measured_distributed, trained_elements
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.traces import Trace
 
@@ -43,21 +34,14 @@ class DDP(Engine):
     hides_every_backward = False
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """Return backend and autocast dtype. Refuses fp16 on a CPU, where it is silently fp32."""
-        strategy = job.strategy
-        if job.precision.scaled and job.device.kind == "cpu":
-            raise StrategyError(
-                f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
-                "on a CPU, where loss scaling does not exist and Accelerate would run fp32. "
-                + advice_without_scaling(job.device, "zero2")
-            )
+        """Return backend and autocast dtype."""
         return {
             "backend": "gloo" if job.device.kind == "cpu" else "nccl",
             "autocast": job.precision.accelerate if job.precision.mixed else "no",
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Return no plugin: Accelerate needs none for DDP. Gradients lie in DDP's buckets, and buffers are sent once."""
+        """Return no plugin: Accelerate needs none for DDP. Gradients are views of DDP's buckets. Buffers are sent once."""
         from accelerate.utils import DistributedDataParallelKwargs
 
         options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job))
@@ -83,20 +67,6 @@ class DDP(Engine):
         sharding = "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "none"
         return {"sharding": sharding} | read_precision(environ)
 
-    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """Return all parameters and two moments of each trained one (Rajbhandari et al. 2020, section 3.1)."""
-        states = list(parameters_of(job))
-        parts = ("trainable", "gradients", "reduce") if job.parallelism.dp_size > 1 else ("trainable", "gradients")
-        return StateMemory(
-            trainable=sum(state.bytes for state in states if state.trainable),
-            frozen=sum(state.bytes for state in states if not state.trainable),
-            optimizer=optimizer_bytes(job, trained_elements(job)),
-            dtypes={
-                **dict.fromkeys(parts, job.weight_dtype),
-                "optimizer": optimizer_dtypes(job),
-            },
-        )
-
     def autocast_dtype(self, job: Job) -> str | None:
         """Return the compute dtype: the weights keep the dtype that they are trained in."""
         return None if job.settings["autocast"] == "no" else job.compute_dtype
@@ -115,17 +85,14 @@ class DDP(Engine):
         if job.parallelism.dp_size > 1:
             ledger.touch("buffers", min(state.parameters, BROADCAST))
             ledger.hold("buffers", state.trainable)
-        simulation.hold_moments()
-        simulation.walk(_Gradients(ledger, job))
-        simulation.optimizer_step(state.elements for state in parameters_of(job) if state.trainable)
-        ledger.hold("gradients", -ledger.held["gradients"])
+        simulation.train(_Gradients(ledger, job))
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return one all-reduce of all gradients in the last micro-batch: 2 (N - 1)/N of them (Rajbhandari 2020)."""
         ranks = job.parallelism.loss_size
         size = trained_elements(job) * BYTES_OF[job.weight_dtype]
-        sent = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
-        return [sent] if ranks > 1 else []
+        transfer = Transfer(2 * (ranks - 1) / ranks * size, 1, "backward", "ring", "gradients, all-reduced")
+        return [transfer] if ranks > 1 else []
 
     def compute_note(self, job: Job) -> str:
         """Return the note that autocast leaves the weights as they are."""
@@ -142,19 +109,14 @@ class DDP(Engine):
 
     def measure_state(self, prepared: Prepared) -> StateMemory:
         """Measure the storages of the parameters and of the optimizer's state."""
-        sent = {dtype_name(parameter.dtype) for parameter in prepared.model.parameters() if parameter.requires_grad}
+        dtypes = {dtype_name(parameter.dtype) for parameter in prepared.model.parameters() if parameter.requires_grad}
         # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`); one process reduces nothing.
-        reduce = "+".join(sorted(sent)) if prepared.job.parallelism.dp_size > 1 else ""
+        reduce = "+".join(sorted(dtypes)) if prepared.job.parallelism.dp_size > 1 else ""
         return measured_distributed(prepared.model, prepared.optimizer, reduce)
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
         """Average gradients over the ranks in the last micro-batch only. DDP decides it in the forward."""
         return nullcontext() if last else prepared.accelerator.no_sync(prepared.model)
-
-    def shards(self, prepared: Prepared, create: bool = False) -> Iterator[Shard]:
-        """Yield every parameter, moment and persistent buffer, whole, with the strides that it has."""
-        model = prepared.accelerator.unwrap_model(prepared.model)
-        return distributed_shards(prepared.job, model, prepared.optimizer, create)
 
     def after_restore(self, prepared: Prepared, counters: Counters) -> None:
         """Set the counters; then run DDP through one step of gradients, which are discarded.
@@ -164,7 +126,7 @@ class DDP(Engine):
         """
         import torch
 
-        write_counters(prepared, counters)
+        super().after_restore(prepared, counters)
         if prepared.job.parallelism.dp_size == 1:
             return
         tokens = torch.zeros((1, 2), dtype=torch.long, device=prepared.accelerator.device)

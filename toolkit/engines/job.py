@@ -1,4 +1,4 @@
-"""`Job`: a request with nothing left open. `resolve()` makes it, in a forecast and in a worker alike."""
+"""`Job`: a request without open values. Forecasts and workers make it with `resolve()`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from toolkit.models.varlen import DROPOUTS, separates_documents
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A resolved request. Forecasts and workers both make it with `resolve`, so they agree."""
+    """A resolved request."""
 
     strategy: Strategy
     """Without an `auto`."""
     train_config: TrainConfig
     """Without an open value."""
     spec: ModelSpec | None
-    """None where the caller brings a model of his own: what depends on the model is then left to the engine."""
+    """None for a model of the caller's own: the engine then chooses the values that depend on a model."""
     parallelism: Parallelism
     device: Device
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def optimizer(self) -> Optimizer:
-        """What its optimizer keeps."""
+        """The row of its optimizer."""
         return OPTIMIZERS[self.train_config.optimizer]
 
     @property
@@ -93,7 +93,9 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
     )
     from toolkit.engines.base import engine_of  # it imports this module
 
-    return dataclasses.replace(job, settings=engine_of(strategy).settings(job))
+    job = dataclasses.replace(job, settings=engine_of(strategy).settings(job))
+    check_scaling(job, on_cpu=engine_of(strategy).scales_on_cpu)
+    return job
 
 
 def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
@@ -115,10 +117,20 @@ def resolve_precision(precision: str, device: Device) -> str:
     return "bf16" if "bf16" in device.dtypes else "fp16"
 
 
-def advice_without_scaling(device: Device, sharding: str) -> str:
-    """Return what to choose where an engine has no loss scaling and `sharding`'s has."""
-    other = f", or sharding {sharding!r}" if "fp16" in device.dtypes else ""
-    return f"Choose precision 'bf16'{other}."
+def check_scaling(job: Job, *, on_cpu: bool) -> None:
+    """Refuse fp16 on a device that does not compute it, and on a CPU unless the engine scales the loss there.
+
+    Raises:
+        StrategyError: with a precision that runs.
+    """
+    computes = "fp16" in job.device.dtypes
+    if job.precision.scaled and not (computes and (on_cpu or job.device.kind != "cpu")):
+        reason = "the device does not compute it" if on_cpu else "there is no loss scaling"
+        other = ", or sharding 'zero2'" if computes else ""
+        raise StrategyError(
+            f"sharding {job.strategy.sharding!r} cannot train in precision {job.strategy.precision!r} on {job.device.name}: "
+            f"{reason}. Choose precision 'bf16'{other}."
+        )
 
 
 def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, device: Device) -> str:
@@ -187,7 +199,7 @@ def check_optimizer(strategy: Strategy, train_config: TrainConfig) -> None:
 
 
 def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None) -> None:
-    """Refuse what this model cannot do, whatever the engine.
+    """Refuse values that the model does not support on any engine.
 
     Raises:
         StrategyError: for a sequence over the model's limit, for LoRA targets that the model does not have, and for activation

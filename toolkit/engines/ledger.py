@@ -24,13 +24,13 @@ class Ledger:
         self.phase = "load"
         self.phases: dict[str, int] = {}
         self._high = -1
-        """The highest total in this phase so far: only higher ones need a look. A plan makes half a million changes."""
+        """The highest total in this phase so far. Lower totals are skipped: a plan makes half a million changes."""
         self.peak = 0
         self.peak_phase = "load"
         self.parts: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """Begin a phase: what is held now counts in it, too."""
+        """Begin a phase. Bytes that are held now count in it."""
         self.phase = phase
         self._high = self.phases.get(phase, -1)
         self._look(0, "workspace")
@@ -69,7 +69,7 @@ class Ledger:
         self._look_host(size)
 
     def rank0_host(self, size: int) -> None:
-        """Hold bytes in the host's memory on rank 0 alone, which reads or writes for all ranks."""
+        """Hold bytes in the host's memory on rank 0 alone: it reads and writes for all ranks."""
         self.rank0_bytes += size
         self._look_host()
 
@@ -102,7 +102,7 @@ class Ledger:
 
 
 class LedgerHistory(Ledger):
-    """A ledger that keeps the way, too: every phase's highest moment by part, and the total after every change."""
+    """A ledger with a history: the parts at the peak of each phase, and the total after every change."""
 
     def __init__(self, *, shared: bool = False) -> None:
         super().__init__(shared=shared)

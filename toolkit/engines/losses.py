@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Names of the weight of the load-balancing loss in configs."""
+"""Names in configs of the load-balancing loss's weight."""
 
 
 def loss_kind(job: Job, model: Any) -> str:
-    """Return whose loss a model is trained on: the spec's kind, `causal` or `seq2seq`, else what the model's class says.
+    """Return the kind of a model's loss: `causal` or `seq2seq` by the spec, else by the model's class.
 
-    A model that was not described and is no causal one of transformers is trained on the loss that it returns: `own`.
+    Without a spec, a model that is not a causal one of transformers trains on the loss that it returns: `own`.
     """
     if job.spec is not None:
         return job.spec.kind
@@ -37,7 +37,7 @@ def loss_sum(model: Any, batch: Mapping[str, torch.Tensor], kind: str) -> torch.
             Of `own`, the loss that the model returns is taken for the mean over the trained positions.
 
     Raises:
-        StrategyError: for a model whose output lacks what is needed, or that adds a loss of another kind.
+        StrategyError: for an output without a loss or logits, and for a model that adds a loss of another kind.
     """
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels" or kind != "causal"}
     output, labels = model(**inputs, use_cache=False), batch["labels"]
@@ -58,9 +58,8 @@ def _mean(model: Any, output: Any) -> torch.Tensor:
     loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is None:
         raise StrategyError(
-            f"{type(getattr(model, 'module', model)).__name__} returned no loss for a batch with labels, and it is no causal "
-            "language model of transformers, whose loss the toolkit knows. Return an output with a loss, or describe the "
-            "model and give tk.accelerator its spec."
+            f"{type(getattr(model, 'module', model)).__name__} returned no loss for a batch with labels. Return an output with "
+            "a loss, or describe the model and give tk.accelerator its spec."
         )
     return loss.float().nan_to_num()
 

@@ -92,7 +92,7 @@ class Transfer(NamedTuple):
     times: int
     """Transfers in a step."""
     overlaps: str
-    """The phase whose computation overlaps with it: `forward`, `backward`, or `nothing`."""
+    """The phase that computes meanwhile: `forward`, `backward`, or `nothing`."""
     link: str
     """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `host`;
     `memory`: within the device."""

@@ -35,7 +35,7 @@ class Moves(Protocol):
     """An engine's reaction to the begin and end of modules, and to complete gradients."""
 
     grows: bool
-    """Whether a micro-batch leaves more behind than it found; the second does not add to that."""
+    """Whether the first micro-batch leaves memory allocated. Later ones add none."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle an event of `traces.Event`."""
@@ -99,6 +99,15 @@ class Simulation:
             chunks, rest = divmod(checkpoint_bytes(self.job) // self.job.ranks, SNAPSHOT_CHUNK)
             self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
 
+    def train(self, moves: Moves) -> None:
+        """Enter the moments and one step of an engine with torch's optimizer. The gradients end with it."""
+        self.hold_moments()
+        self.walk(moves)
+        engine = engine_of(self.job.strategy)
+        trained = (state for state in parameters_of(self.job) if state.trainable)
+        self.optimizer_step(engine.rank_elements(self.job, state) for state in trained)
+        self.ledger.hold("gradients", -self.ledger.held["gradients"])
+
     def walk(self, moves: Moves) -> None:
         """Walk through the different micro-batches of a step, forward and backward, until the optimizer's step."""
         for number in range(min(self.job.train_config.accumulation, 2 if moves.grows else 1)):
@@ -129,8 +138,8 @@ class Simulation:
 def blas_workspaces(job: Job) -> int:
     """Return the bytes that cuBLAS keeps for the forward thread and the backward thread.
 
-    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`. Of AMD's GPUs the catalog knows a gfx94, whose
-    rocBLAS has the most; where hipBLASLt is taken instead it is less.
+    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`. AMD's GPU of the catalog
+    is a gfx94. Its rocBLAS takes the most; hipBLASLt takes less.
     """
     if job.device.kind != "cuda":
         return 0
@@ -150,11 +159,14 @@ def streams(job: Job) -> bool:
 
 
 def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[State]:
-    """Enter the weights that come from the files one at a time, each whole for a moment. Yield it before it is let go.
+    """Enter the weights that come from the files one at a time, each whole for a moment. Yield each before its release.
 
-    `shared`: a rank keeps a part of it, beside the whole.
+    Rank 0 packs a 4-bit weight in pieces, and holds the exact constants of its blocks meanwhile. Packed constants stay on every
+    rank.
 
-    Rank 0 packs a 4-bit weight in pieces, beside the exact constants of its blocks; these, packed too, stay on every rank.
+    Args:
+        simulation: of the rank that reads.
+        shared: a rank holds the whole weight and its own part at the same time.
     """
     job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
@@ -182,7 +194,7 @@ def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[S
 
 
 def expert_copies(job: Job) -> int:
-    """Return the bytes that loading needs besides the model, without its adapter: the experts of a layer.
+    """Return the bytes that loading needs in addition to the model, without its adapter: the experts of a layer.
 
     The files have them one by one, and they are joined from copies (transformers/core_model_loading.py). Where the files are
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
@@ -220,6 +232,18 @@ def packing_constants(elements: int) -> int:
     return scales + 4 * ceil_div(scales, GROUP) + 4 * (16 + 256 + 1)
 
 
+def gathers(job: Job, *, backward: bool = True) -> list[Transfer]:
+    """Return the all-gathers of sharded parameters: each sends (N - 1)/N of them (Rajbhandari et al. 2020, section 7).
+
+    `backward`: the parameters were freed after the forward.
+    """
+    ranks, compute = job.parallelism.shard_size, BYTES_OF[job.compute_dtype]
+    sizes = (state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in parameters_of(job))
+    size, micro = (ranks - 1) / ranks * sum(sizes), job.train_config.accumulation
+    phases = ("forward", "backward") if backward else ("forward",)
+    return [Transfer(size, micro, phase, "ring", f"parameters, all-gathered for the {phase}") for phase in phases]
+
+
 def host_transfers(job: Job, gradients: Sequence[Transfer] = ()) -> list[Transfer]:
     """Return an offload's transfers: gradients (unless given) and weights once a step, parameters in every pass."""
     offload = job.strategy.offload
@@ -228,15 +252,11 @@ def host_transfers(job: Job, gradients: Sequence[Transfer] = ()) -> list[Transfe
     states, ranks = parameters_of(job), job.parallelism.shard_size
     trained = trained_elements(job) / ranks
     back = trained * BYTES_OF[job.compute_dtype]
-    sent = [
-        *(
-            gradients
-            or [Transfer(trained * BYTES_OF[job.weight_dtype], 1, "backward", "host", "gradients, to the host")]
-        ),
-        Transfer(back, 1, "nothing", "host", "updated parameters, from the host"),
-    ]
+    size = trained * BYTES_OF[job.weight_dtype]
+    transfers = [*gradients] or [Transfer(size, 1, "backward", "host", "gradients, to the host")]
+    transfers.append(Transfer(back, 1, "nothing", "host", "updated parameters, from the host"))
     if offload == "cpu":
         shard, micro = sum(state.bytes for state in states) / ranks, job.train_config.accumulation
         for phase in ("forward", "backward"):
-            sent.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
-    return sent
+            transfers.append(Transfer(shard, micro, phase, "host", f"parameters, from the host for the {phase}"))
+    return transfers

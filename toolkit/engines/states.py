@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A parameter of the model that is trained, adapters included, before an engine shards it."""
+    """A parameter of the whole model, adapters included, before an engine shards it."""
 
     name: str
     """Canonical; with an adapter PEFT's, without its `base_model.model.`."""
@@ -44,7 +44,7 @@ class State:
 
 
 def adapted(spec: ModelSpec, targets: str) -> list[str]:
-    """Return the names of the linear modules that get an adapter; none outside the text part.
+    """Return the names of the linear modules that get an adapter, all in the text part.
 
     `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
     """
@@ -180,7 +180,7 @@ def _states(job: Job) -> Iterator[State]:
 
 
 def _adapter_parameters(job: Job, module: str, out_features: int, in_features: int) -> Iterator[State]:
-    """Yield what an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
+    """Yield the parameters that an adapter adds to a linear module (peft/tuners/lora/layer.py `LoraLayer`)."""
     rank = job.strategy.lora_rank
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
     if job.strategy.adapter == "dora":

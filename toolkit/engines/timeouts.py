@@ -1,4 +1,4 @@
-"""How ranks wait for each other: in a collective up to a limit, for the work of rank 0 as long as it lives."""
+"""Waits of ranks for each other: in a collective up to a limit, for work of rank 0 as long as it lives."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
 
     Raises:
         ToolkitError: on every rank, where `work` raises one. Any other exception ends rank 0 alone, as it is.
-        TimeoutError: on the other ranks, where rank 0 gives no sign of life.
+        TimeoutError: on the other ranks, without a sign of life from rank 0.
     """
     if accelerator.num_processes == 1:
         return work()

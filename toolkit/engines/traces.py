@@ -29,7 +29,7 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """Everything that activations depend on, besides the model, the batch and the sequence. Many strategies share one."""
+    """The inputs of activations besides model, batch and sequence. Many strategies share one."""
 
     weights: str
     """torch's name of the dtype that the weights have in the forward; with an adapter the frozen ones."""
@@ -44,11 +44,11 @@ class TraceConfig:
     flash: bool = True
     """Whether the device runs `scaled_dot_product_attention`'s flash kernel: compute capability 8.0 or more."""
     adapter: Adapter | None = None
-    """What stands on frozen weights, or None."""
+    """The adapter on frozen weights, or None."""
     tp: int = 1
     """Ranks of a tensor-parallel group."""
     tp_rank: int = 0
-    """The place in it."""
+    """The rank's place in that group."""
 
 
 def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:
@@ -79,19 +79,22 @@ LOGITS = "logits"
 """The name of tensors between the head's forward and its backward: logits, copies, the loss, and their gradient."""
 
 Event = tuple[str, int, str]
-"""What, how much, whose.
+"""Kind, size and name of an event.
 
-`+`, `-`: bytes of a storage that is made or gone; a `-` outside of the layers names the layer that made it, and both name
-`LOGITS` where it is theirs. `gradient`: bytes
-and name of a parameter whose gradient is complete. `in`, `out`: a module's forward begins or ends, recomputation included;
-`back in`, `back out`: its backward. Modules are the layers, and all that own a parameter. `forward`, `backward`, `end`: of the
-whole. `flops`: operations in a dtype, as torch counts them; `skipped`: those of them that a causal attention kernel leaves
-out; `moved`: bytes read and written by what is no matrix product; `calls`: operators."""
+- `+`, `-`: bytes of a storage that is allocated or freed. Outside of the layers a `-` names the layer that allocated it. Both
+  name `LOGITS` for a tensor of the head or the loss.
+- `gradient`: bytes and name of a parameter with a complete gradient.
+- `in`, `out`: begin and end of a module's forward, recomputation included; `back in`, `back out`: of its backward. Modules are
+  the layers, and every module with a parameter of its own.
+- `forward`, `backward`, `end`: of the whole step.
+- `flops`: operations in the dtype of the name, as torch counts them; `skipped`: the part that a causal attention kernel omits.
+- `moved`: bytes that operators other than matrix products read and write; `calls`: operators.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStack:
-    """A module list of layers: which of them were kept, and what kind each layer of the whole model is of."""
+    """A module list of layers: the layers that were kept, and the kind of each layer of the whole model."""
 
     name: str
     kinds: tuple[int, ...]
@@ -144,16 +147,16 @@ class Trace:
 
 
 class Segment(NamedTuple):
-    """What lies between two events: activations alone, in bytes."""
+    """Activations between two events, in bytes."""
 
     rise: int
     """The highest total above the one at its beginning; at least 0."""
     net: int
-    """The total at its end above the one at its beginning. A gradient that is complete is in it no longer."""
+    """The total at its end above the one at its beginning, without complete gradients."""
     logits_rise: int
-    """What of `rise` the logits are, and all that the loss makes of them."""
+    """The part of `rise` that is logits, or tensors that the loss makes of them."""
     logits_net: int
-    """What of `net` they are."""
+    """The part of `net` that is logits."""
     what: str
     """The event at its end."""
     size: int
@@ -161,8 +164,8 @@ class Segment(NamedTuple):
     flops: tuple[tuple[str, int], ...] = ()
     """Operations, by torch's name of the dtype, as torch counts them."""
     skipped: tuple[tuple[str, int], ...] = ()
-    """Those of them that a kernel leaves out where attention is causal."""
+    """The part of them that a causal attention kernel omits."""
     moved: int = 0
     """Bytes that operators other than matrix products read and write."""
     calls: int = 0
-    """Operators that do more than name a part of a tensor."""
+    """Operators that are not views."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.adapters import add_adapter, import_bitsandbytes
-from toolkit.engines.experts import mark_experts
+from toolkit.engines.adapters import add_adapter, import_bitsandbytes, mark_experts
 from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
 from toolkit.engines.traces import Adapter, LayerStack, TraceConfig
 from toolkit.models import ModelSpec
@@ -185,7 +184,7 @@ def distribute(model: Any, mesh: Any) -> None:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from toolkit.engines.mesh.loading import register_summed
+    from toolkit.engines.mesh import register_summed
 
     register_summed()
     known: set[int] = set()

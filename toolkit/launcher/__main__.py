@@ -20,11 +20,11 @@ from toolkit.run_folder.run_lock import run_token
 
 
 def launch(supervisor: int, failures: Path, command: list[str]) -> int:
-    """Run `command` as Accelerate would; its exit status.
+    """Run `command` as Accelerate would. Return its exit status.
 
     Args:
         supervisor: the process id that this one dies with.
-        failures: where to leave, as JSON, how ranks ended that were not asked to.
+        failures: the JSON file for the exit codes of failed ranks.
         command: `accelerate launch` and what follows it.
     """
     die_with_parent(supervisor)
@@ -56,13 +56,13 @@ def launch(supervisor: int, failures: Path, command: list[str]) -> int:
 
 
 def _record_exits(failures: Path, died: list[dict[str, Any]]) -> None:
-    """For the supervisor; on a full disk it learns from the ranks' own last words, which have their room."""
+    """Record the exits for the supervisor. On a full disk it has the ranks' own error files, with reserved space."""
     with contextlib.suppress(RunError):
         write_json(failures, died)
 
 
 def _pass_on(number: int, _: object) -> None:
-    """Before torch elastic listens, and for one process without it: the rank ends, and then its launcher."""
+    """Pass a signal on to the rank: before torch elastic handles signals, and for a single process without it."""
     import psutil
 
     ranks = []

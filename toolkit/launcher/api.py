@@ -1,4 +1,4 @@
-"""`launch()` and `resume()`: runs whose supervisor has its own session, independent of the notebook."""
+"""`launch()` and `resume()` start a supervisor in its own session. `attach()` and `runs()` open runs of other processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.flags import from_dict, spell, to_flags
-from toolkit.config.run_config import EMBEDDED, RunConfig
+from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, StrategyError, nearest
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.devices.machine import hardware
@@ -24,29 +25,32 @@ from toolkit.engines.job import resolve
 from toolkit.forecasting import Candidate
 from toolkit.launcher.restarts import RestartPolicy
 from toolkit.launcher.run_handle import Run
-from toolkit.launcher.targets import RECIPE, Target, dump_function, named, write_function
-from toolkit.launcher.trust import check_target, target_of
+from toolkit.launcher.targets import (
+    RECIPE,
+    Target,
+    check_target,
+    dump_function,
+    named,
+    target_of,
+    write_function,
+)
 from toolkit.models import ModelSpec
 from toolkit.run_folder.folder import CLAIM, RUNS, Folder, check_new, claim, new_path
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import SUPERVISOR, TOKEN, new_token, sign
+from toolkit.run_folder.run_lock import SUPERVISOR, TOKEN, is_lock, new_token, sign
+from toolkit.run_folder.status import Progress
 from toolkit.training.metrics import RUN_DIR
 from toolkit.training.setup import STRATEGY, choose_ranks, print_default
 
 CLAIM_SECONDS = 1.0
-"""How long a launch waits for another run's processes to leave the folder."""
+"""Time limit for another run's processes to leave the folder."""
 
-OWNERS: Mapping[str, type[Any]] = {
-    "run_config": RunConfig,
-    "strategy": Strategy,
-    "train_config": TrainConfig,
-    "restart_policy": RestartPolicy,
-}
+OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartPolicy}
 """Owners of the fields that `launch` takes."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
-"""Of variables that say which rank a process is, and how its run is sharded."""
+"""Environment variables of a launcher, by prefix and by name: the rank of a process, and its sharding."""
 
 
 def launch(
@@ -75,7 +79,7 @@ def launch(
         fields: of RunConfig, TrainConfig, RestartPolicy and Strategy: `steps=20`, `data="chat.jsonl"`, `model=spec`.
 
     Raises:
-        ToolkitError: for errors that are found before a process starts; `wait` raises the run's own.
+        ToolkitError: for an invalid request, before a process starts. `wait` raises the run's own errors.
     """
     if processes is not None and type(processes) is not int:
         raise StrategyError(f"processes {processes!r}: expected a number of ranks.")
@@ -117,19 +121,19 @@ def resume(
         RunError: for a folder without a run, a run that another process holds, and untrusted code.
     """
     place = path.folder if isinstance(path, Run) else expand_user(path)
-    was, function = target_of(read_run_json(place)), b""
-    args, kwargs = (fields.pop(name, ()) for name in ("args", "kwargs")) if was else ((), ())
-    if was is None and (target is not None or trust_target):
+    recorded, function = target_of(read_run_json(place)), b""
+    args, kwargs = (fields.pop(name, ()) for name in ("args", "kwargs")) if recorded else ((), ())
+    if recorded is None and (target is not None or trust_target):
         raise RunError(f"{place} is a run of the recipe, and no code of yours is part of it. Leave the target out.")
-    if was is not None and target is not None and callable(target) != (was.kind == "function"):
-        raise RunError(f"{place} is a run of the {was.kind} {was.name}. Give that again.")
+    if recorded is not None and target is not None and callable(target) != (recorded.kind == "function"):
+        raise RunError(f"{place} is a run of the {recorded.kind} {recorded.name}. Give that again.")
     command = ["resume", str(place), *spell(fields)]
     with claim(place, resume=True, token=new_token(), wait=CLAIM_SECONDS) as folder:
-        if was is not None and target is not None:
+        if recorded is not None and target is not None:
             shipped, function = _ship(target, args, dict(kwargs))
             command += [*_digest_flags(shipped), "--target", shlex.join(shipped.words)]
-        elif was is not None:
-            check_target(folder, was, trust_target)
+        elif recorded is not None:
+            check_target(folder, recorded, trust_target)
             command += ["--trust-target", trust_target] if trust_target else []
         return _start(folder, command, function, None)
 
@@ -213,3 +217,85 @@ def _start(folder: Folder, command: Sequence[str], function: bytes, strategy: St
         )
     sign(folder.lock, process.pid, SUPERVISOR)
     return Run(folder.path, strategy, process)
+
+
+# Runs of other processes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs(Result):
+    """The runs in a folder, the newest first: a sequence of `Run`s."""
+
+    root: str
+    entries: tuple[dict[str, Any], ...]
+    """A row a run: `Run.to_dict()`."""
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Run]:
+        return (Run(Path(entry["folder"])) for entry in self.entries)
+
+    def __getitem__(self, place: int) -> Run:
+        return Run(Path(self.entries[place]["folder"]))
+
+    def tables(self) -> list[Table]:
+        """Return name, status, strategy and progress of each run."""
+        rows = [
+            (
+                Path(entry["folder"]).name,
+                entry["status"],
+                entry["strategy"]["sharding"],
+                entry["strategy"]["adapter"],
+                f"{entry['step']} of {entry['steps'] or '?'}",
+                "–" if entry["loss"] is None else f"{entry['loss']:.4f}",
+            )
+            for entry in self.entries
+        ]
+        columns = ("run", "status", "sharding", "adapter", "steps", "loss")
+        notes = [
+            f"{Path(entry['folder']).name}: {entry['message']}"
+            for entry in self.entries
+            if entry["status"] == "unreadable"
+        ]
+        notes += [] if rows else [f"No runs in {self.root}."]
+        return [Table(title=f"Runs in {self.root}", columns=columns, rows=rows, notes=notes)]
+
+
+def attach(path: str | Path) -> Run:
+    """Return a run of another process, running or ended.
+
+    `path` is its folder, or its name under `runs/`.
+
+    Raises:
+        RunError: for a folder without a run.
+    """
+    folder = expand_user(path)
+    if not folder.exists() and (Path(RUNS) / folder).exists():
+        folder = Path(RUNS) / folder  # as `runs()` names it
+    if not is_lock(folder / "lock"):
+        read_run_json(folder)
+    return Run(folder)
+
+
+def runs(root: str | Path = RUNS) -> Runs:
+    """Return the runs under `root`, the newest first."""
+    place = expand_user(root)
+    places = {path.parent for path in place.glob("*/run.json")}
+    places |= {path.parent for path in place.glob("*/lock") if is_lock(path)}  # also those that never began
+    folders = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
+    return Runs(root=str(root), entries=tuple(_row(Run(path)) for path in folders))
+
+
+def _row(run: Run) -> dict[str, Any]:
+    """Return a row. An unreadable run, as of another version, does not hide others."""
+    try:
+        return run.to_dict()
+    except Exception as error:
+        plain = {"strategy": dataclasses.asdict(Strategy()), **dataclasses.asdict(Progress())}
+        return {
+            "folder": str(run.folder),
+            "status": "unreadable",
+            "message": str(error) or type(error).__name__,
+            **plain,
+        }

@@ -1,4 +1,4 @@
-"""What ended a run first, as an exception: the rank, where it was, and the last lines that it printed."""
+"""The first failure of a run as an exception: the rank, its place in the step, and the end of its log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core import errors
 from toolkit.core.atomic_io import last_step, open_regular, read_json
 from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
-from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.training.oom import aborted_for_memory, killed_for_memory
 
@@ -33,13 +33,13 @@ _WORKER_KILLED = re.compile(r"killed by signal: Killed")  # torch's DataLoader
 
 
 class RankDied(RunError):
-    """A rank, or the launcher, ended and was not asked to: no user's mistake."""
+    """A rank or the launcher ended unexpectedly. It is no user error."""
 
     exit_code = 1
 
 
 class RankHung(RankDied):
-    """A rank gave no sign of life, or did not come where the others waited for it."""
+    """A rank sent no heartbeat, or did not reach a point where the others waited for it."""
 
 
 def failure(
@@ -141,7 +141,7 @@ def _waited_for_another(
 ) -> bool:
     """Return whether the first error is only about waiting for another rank.
 
-    NCCL's watchdog ends its process by SIGABRT, and says why in the log.
+    NCCL's watchdog ends its process by SIGABRT and logs the reason.
     """
     if rank is None:
         return False
@@ -157,7 +157,7 @@ def _first_failure(raised: Mapping[int, Any], failures: Sequence[Mapping[str, An
     A rank without an error that the launcher did not end died first, and the others' exceptions («connection
     closed») follow from it, unless they came well before: then the launcher killed it for not ending.
     """
-    first = first_error(raised)
+    first = next(iter(raised), None)
     stop_codes = (-signal.SIGTERM, -signal.SIGINT)
     silent = [error for error in failures if error["rank"] not in raised and error["exitcode"] not in stop_codes]
     candidates = silent or (failures if first is None else [])

@@ -23,7 +23,7 @@ class HeartbeatMonitor:
     """Reads the heartbeats of one attempt about once a second."""
 
     def __init__(self, folder: Folder, ranks: int, timeout: float) -> None:
-        """Start to monitor. `ranks`: that have to beat; `timeout`: seconds of silence after which a rank has hung."""
+        """Start to monitor `ranks` ranks. `timeout`: seconds without a heartbeat after which a rank has hung."""
         self.folder, self.timeout = folder, timeout
         self.beats: dict[int, Heartbeat] = {}
         self._silent = dict.fromkeys(range(ranks), 0.0)
@@ -54,7 +54,7 @@ class HeartbeatMonitor:
         self._find_awaited()
 
     def lost(self) -> bool:
-        """Return whether a rank is gone that had not finished."""
+        """Return whether a rank has ended early."""
         import psutil
 
         return any(beat.phase != "ended" and not psutil.pid_exists(beat.pid) for beat in self.beats.values())
@@ -72,12 +72,12 @@ class HeartbeatMonitor:
         return min(late, key=lambda beat: beat.step, default=None)
 
     def listens(self) -> bool:
-        """Return whether the ranks handle signals themselves."""
+        """Return whether all ranks handle stop signals."""
         self.beats |= read_beats(self.folder.logs)
         return len(self.beats) == len(self._silent) and all(beat.listens for beat in self.beats.values())
 
     def busy(self) -> bool:
-        """Return whether a rank publishes a checkpoint, which is worth waiting for after a stop."""
+        """Return whether a rank publishes a checkpoint. A stop waits for it."""
         return any(beat.phase == "save" for beat in self.beats.values())
 
     def _find_silent(self) -> None:

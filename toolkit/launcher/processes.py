@@ -35,19 +35,19 @@ def kill_run(token: str, launcher: subprocess.Popen[bytes]) -> None:
 
     launcher.kill()
     launcher.wait()
-    _, left = psutil.wait_procs(run_processes(token), timeout=2)
-    while left:
+    _, processes = psutil.wait_procs(run_processes(token), timeout=2)
+    while processes:
         if time.monotonic() > deadline:
-            pids = ", ".join(str(process.pid) for process in left)
+            pids = ", ".join(str(process.pid) for process in processes)
             raise RunError(
                 f"processes {pids} were killed {KILL_SECONDS:.0f} s ago and have not ended: they wait in the kernel, for a "
                 "disk or a network that does not answer. They hold the run's folder until they end; look at `dmesg`."
             )
-        for process in left:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=2)
-        left = run_processes(token)
+        psutil.wait_procs(processes, timeout=2)
+        processes = run_processes(token)
 
 
 def run_processes(token: str) -> list[psutil.Process]:

@@ -22,7 +22,7 @@ from toolkit.run_folder.run_json import read_run_json
 ON_OOM = ("stop", "shrink")
 
 IN_VAIN = 2
-"""Restarts in a row without a new step after which another would be in vain."""
+"""Restarts in a row without a new step, after which no further restart follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,14 @@ def supervise_with_restarts(
         folder: the run's, entered by the caller with a `new_token()`.
         module: the Python module that each rank runs: the recipe, or one that writes the same files.
         first: its command line.
-        again: the one that goes on with what `first` began.
+        again: the command line that continues after `first`.
         config: content of the Accelerate config file.
         timeout: seconds after which a rank without a heartbeat has hung.
         restart_policy: how often, and when.
         environ: added to the environment of the ranks.
 
     Raises:
-        ToolkitError: as `supervise`, when it is not, or no longer, met by a restart.
+        ToolkitError: as `supervise`, for an error after which no restart follows.
         Stopped: after SIGINT or SIGTERM.
     """
     arguments, smaller = list(first), list[str]()
@@ -103,8 +103,8 @@ def _halved_micro_batch(folder: Folder) -> dict[str, int]:
 def _report(folder: Folder, text: str) -> None:
     """Print a line, and write it into the logs before the next attempt's lines."""
     newest = next(iter(list_checkpoints(folder.checkpoints)), None)
-    whence = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
-    print(f"toolkit: {text}, {whence}.", file=sys.stderr, flush=True)
+    origin = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
+    print(f"toolkit: {text}, {origin}.", file=sys.stderr, flush=True)
     for log in folder.logs.glob("rank-*.log"):
         with log.open("a") as file:
-            file.write(f"\n--- {text.splitlines()[-1]}, {whence} ---\n")
+            file.write(f"\n--- {text.splitlines()[-1]}, {origin} ---\n")

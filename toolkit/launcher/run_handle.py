@@ -1,4 +1,4 @@
-"""`Run`: a run seen through its folder, from whatever process."""
+"""`Run`: the handle of a run in other processes, which reads the run's folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact
 from toolkit.launcher.processes import supervises
-from toolkit.launcher.views import page
 from toolkit.reports import Report, report
 from toolkit.run_folder.folder import run_paths
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others, supervisor_of
-from toolkit.run_folder.status import Progress, rank_bytes, read_memory, read_outcome, read_progress, tail_of
+from toolkit.run_folder.status import Progress, page, rank_bytes, read_memory, read_outcome, read_progress, tail_of
 
 STATUSES = ("starting", "running", "finished", "stopped", "failed")
-
-LIVE = STATUSES[:2]
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of a stopped supervisor; the last two before it handled signals."""
@@ -46,7 +43,7 @@ _POLL = 0.25
 """Seconds: a bar moves four times a second at most."""
 
 views: list[Callable[[Run], None]] = []
-"""What shows a run that is waited for: a notebook's kernel adds its live view."""
+"""Functions that show a run during `wait`: a notebook's kernel adds its live view."""
 
 
 class Run(Result):
@@ -55,20 +52,20 @@ class Run(Result):
     def __init__(
         self, folder: Path, strategy: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        """Open a run. `strategy` and `process` are known where it was launched; all else is in the folder."""
-        self.folder = folder.absolute()  # whoever asks may go elsewhere meanwhile
+        """Open a run. The process that launched it passes `strategy` and `process`; the rest is in the folder."""
+        self.folder = folder.absolute()  # this process may change its working directory
         self._files = run_paths(self.folder)
-        self._asked, self._process = strategy, process
+        self._requested, self._process = strategy, process
         self._reading = threading.Lock()
         self._supervisor_output: IO[bytes] | None = None
         with contextlib.suppress(OSError):
-            # Open from now on: a new run that never began is removed with its folder, and its last words with it.
+            # Opened now: a run that does not begin is removed with its folder, and this log with it.
             self._supervisor_output = open_regular(self._files.supervisor_log)
             weakref.finalize(self, self._supervisor_output.close)
 
     @property
     def name(self) -> str:
-        """Its folder, from here if it lies below."""
+        """Its folder, relative to the working directory if it lies below that."""
         here = Path.cwd()
         return str(self.folder.relative_to(here) if here in self.folder.parents else self.folder)
 
@@ -84,12 +81,23 @@ class Run(Result):
         """One of `STATUSES`."""
         return self._look()[0]
 
-    def _look(self) -> tuple[str, Progress]:
-        """Read status and figures at one moment: whether it is alive is asked once, as that takes its lock."""
+    def _look(self) -> tuple[str, Progress, str]:
+        """Read status, figures and message at one moment. The check for a living supervisor takes the lock, so it runs once.
+
+        The end comes from the supervisor that this `Run` started, or else from the folder.
+        """
         progress = read_progress(self.folder)
         if self.alive:
-            return "running" if progress.step and not self._is_new else "starting", progress
-        return self._ending()[0], dataclasses.replace(progress, left_seconds=None)
+            running = progress.step and not self._is_new
+            return ("running", progress, "") if running else ("starting", progress, self._last_message())
+        code = self._process.poll() if self._process is not None and self._is_last else None
+        about = self._run_record()
+        if code in (None, 0) and about:
+            status, message = read_outcome(self._files, about)
+        else:
+            status = "stopped" if code in STOPPED else "failed"
+            message = self._last_message() or (f"{status} before it had begun" if code is not None else "")
+        return status, dataclasses.replace(progress, left_seconds=None), "" if status == "finished" else message
 
     @property
     def _is_new(self) -> bool:
@@ -100,22 +108,12 @@ class Run(Result):
 
     @property
     def message(self) -> str:
-        """The supervisor's last message: how the run was stopped, or why it failed. Empty if it finished."""
-        how, words = ("running", self._last_message()) if self.alive else self._ending()
-        return "" if how == "finished" else words
-
-    def _ending(self) -> tuple[str, str]:
-        """Return how the run ended and its message, from the supervisor that this `Run` started, or else the folder."""
-        code = self._process.poll() if self._process is not None and self._is_last else None
-        about = self._run_record()
-        if code in (None, 0) and about:
-            return read_outcome(self._files, about)
-        how = "stopped" if code in STOPPED else "failed"
-        return how, self._last_message() or (f"{how} before it had begun" if code is not None else "")
+        """The supervisor's last message: how the run was stopped, or why it failed. Empty while it runs, or if it finished."""
+        return self._look()[2]
 
     @property
     def _is_last(self) -> bool:
-        """Whether no other process has become the folder's supervisor since: one of ours, or one that a shell began."""
+        """Whether the folder has had no later supervisor, from this process or from a shell."""
         last = supervisor_of(self.folder)  # a new run that never began was removed with its folder
         return self._process is not None and (last is None or bool(last["pid"] == self._process.pid))
 
@@ -133,18 +131,18 @@ class Run(Result):
         about = self._run_record()
         if about:
             return from_dict(Strategy, about["strategy"])
-        return self._asked or Strategy()
+        return self._requested or Strategy()
 
     @property
     def progress(self) -> Progress:
-        """How far it is, next to the forecast."""
+        """The current step, loss, speed and memory, next to the forecast."""
         return self._look()[1]
 
     @property
     def metrics(self) -> Any:
         """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed.
 
-        `bytes` are those of the rank that held most as the step began.
+        `bytes` are those of the rank with the most memory at the start of the step.
         """
         steps = [
             {**event, "bytes": max(rank_bytes(event)[1], default=0)} if "bytes" in event else event
@@ -162,7 +160,7 @@ class Run(Result):
         """`memory.json`: measured peaks by rank and phase, with the forecast. None before the end.
 
         Raises:
-            RunError: where it cannot be read.
+            RunError: for an unreadable file.
         """
         return read_memory(self._files, self._run_record())
 
@@ -170,7 +168,7 @@ class Run(Result):
         """Return what a rank printed: the last 16 MiB.
 
         Raises:
-            RunError: for a rank that has printed nothing, or that there is not.
+            RunError: for a rank without a log.
         """
         log = self._files.log(rank)
         try:
@@ -200,12 +198,11 @@ class Run(Result):
                     raise RunError(f"{self.name} still runs after {timeout:g} s. Wait again, or stop() it.")
         except KeyboardInterrupt:
             raise _Interrupted(
-                f"waiting has ended; the run in {self.name} goes on. `toolkit stop {self.name}` or run.stop() stops it."
+                f"waiting has ended; the run in {self.name} continues. `toolkit stop {self.name}` or run.stop() stops it."
             ) from None
-        if self.status == "failed":
-            raise RunError(
-                self.message or f"the run in {self.name} ended without a message: its supervisor was killed."
-            )
+        status, _, message = self._look()
+        if status == "failed":
+            raise RunError(message or f"the run in {self.name} ended without a message: its supervisor was killed.")
         return self
 
     def _ends_within(self, timeout: float | None, update: Callable[[], None]) -> bool:
@@ -247,18 +244,18 @@ class Run(Result):
 
     def tables(self) -> list[Table]:
         """Return status and figures."""
-        status, progress = self._look()
-        return [progress.table(f"{self.name}: {status}", "" if status in LIVE else self.message)]
+        status, progress, message = self._look()
+        return [progress.table(f"{self.name}: {status}", message)]
 
     def _repr_html_(self) -> str:
-        # Twice a second while it goes: run.json is read once for it.
-        (status, progress), steps = self._look(), tail_of(self._files.events).steps
-        return redact(page(self.name, status, progress, steps, "" if status == "running" else self.message))
+        # Twice a second while it runs: run.json is read once for it.
+        (status, progress, message), steps = self._look(), tail_of(self._files.events).steps
+        return redact(page(self.name, status, progress, steps, message))
 
     def to_dict(self) -> dict[str, Any]:
         """Return folder, status, strategy and progress."""
-        status, progress = self._look()
-        about = {"folder": str(self.folder), "status": status, "message": "" if status in LIVE else self.message}
+        status, progress, message = self._look()
+        about = {"folder": str(self.folder), "status": status, "message": message}
         return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
 
     def _run_record(self) -> dict[str, Any]:
@@ -279,7 +276,7 @@ class Run(Result):
 
     def __repr__(self) -> str:
         """Return one line for a terminal."""
-        status, progress = self._look()
+        status, progress, _ = self._look()
         return f"<Run {self.name}: {status}, {progress.line}>"
 
 
@@ -289,7 +286,7 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """The waiting ended, and nothing else."""
+    """An interrupt that ended the waiting; the run continues."""
 
     def _render_traceback_(self) -> list[str]:
         """Return a plain message for IPython, without frames."""

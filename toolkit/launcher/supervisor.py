@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.core.atomic_io import read_events, write_or_explain
@@ -23,7 +22,7 @@ from toolkit.training.oom import memory_kills
 from toolkit.training.resumption import resume_hint
 
 STOP_SECONDS = 40.0
-"""What ranks without heartbeats have to end by themselves: torch elastic gives them 30 s, then kills them."""
+"""Grace period of ranks without heartbeats, in seconds: torch elastic kills them after 30 s."""
 
 STEP_SECONDS = 20.0
 """Seconds for the current step after a stop signal, in addition to twice the duration of such a step."""
@@ -38,7 +37,7 @@ class Stopped(Exception):
     """SIGINT or SIGTERM reached the supervisor, and the run has ended."""
 
     def __init__(self, number: int, then: str = "") -> None:
-        """Create the exception. `number`: the signal's; `then`: a sentence on what is left, and how to continue."""
+        """Create the exception. `number`: the signal's; `then`: a sentence on the last checkpoint and how to continue."""
         super().__init__(f"stopped by {signal.Signals(number).name}" + (f". {then}" if then else ""))
         self.exit_code = 128 + number
 
@@ -46,8 +45,7 @@ class Stopped(Exception):
     def of(cls, number: int, folder: Folder) -> Stopped:
         """Return the exception with the message in `folder`, and why a rank refused to publish."""
         refused = [str(error) for record in folder.errors().values() if (error := as_raised(record))]
-        then = value_or("", resume_hint, folder)
-        return cls(number, " ".join([*filter(None, [then]), *refused[:1]]))
+        return cls(number, " ".join(filter(None, [value_or("", resume_hint, folder), *refused[:1]])))
 
 
 def supervise(
@@ -81,9 +79,9 @@ def supervise(
     """
     assert os.environ.get(TOKEN) != folder.token, "a supervisor needs a new token, or it would end itself with its run"
     _clear(folder, config)
-    with _write_outcome(folder):
-        kills = value_or(0, memory_kills)
-        watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
+    kills = value_or(0, memory_kills)
+    watch = None if timeout is None else HeartbeatMonitor(folder, ranks_here(config), timeout)
+    try:
         with StopSignal() as stop:
             launcher = _start(folder, module, arguments, config, environ or {})
             attempt = _Attempt(folder, launcher, stop, watch)
@@ -99,13 +97,6 @@ def supervise(
         if code != 0:
             kills = value_or(kills, memory_kills) - kills
             raise failure(folder, code, watch, cut_at=attempt.cut_at, memory_kills=kills)
-
-
-@contextlib.contextmanager
-def _write_outcome(folder: Folder) -> Iterator[None]:
-    """Write the message of an attempt that did not end as requested into its folder."""
-    try:
-        yield
     except (ToolkitError, Stopped) as error:
         folder.record_end("stopped" if isinstance(error, Stopped) else "failed", str(error))
         raise
@@ -120,7 +111,7 @@ class _Attempt:
         self.folder, self.launcher, self.stop, self.watch = folder, launcher, stop, watch
         self._failed_at: float | None = None
         self.cut_at = float("inf")
-        """When this process killed the ranks that were left."""
+        """When this process killed the remaining ranks, in seconds since 1970."""
         self._passed_on_at: float | None = None
         self._step_seconds = 0.0
 
@@ -154,7 +145,7 @@ class _Attempt:
             self.launcher.kill()
 
     def _signal_ranks(self, number: int) -> None:
-        """Signal the ranks themselves: the launcher would give them 30 s. While they load, they end at once."""
+        """Signal the ranks, not the launcher, which would wait 30 s. Ranks that are still loading are killed."""
         if self.watch is None:
             self.launcher.send_signal(number)
         elif self.watch.listens():
@@ -218,7 +209,7 @@ def _start(
         return subprocess.Popen(
             command,
             env={**defaults, **os.environ, **SAFE_PATH, **environ, TOKEN: folder.token},
-            stdin=subprocess.DEVNULL,  # a library that asks would stop a group in the background for good
+            stdin=subprocess.DEVNULL,  # a prompt would stop a process group in the background
             stderr=log,
             process_group=0,  # a terminal's Ctrl-C reaches the supervisor only, which passes it on once
         )

@@ -1,23 +1,33 @@
-"""A run's target besides the recipe: a module, a script, or a function from a notebook, stored in a file."""
+"""A run's target besides the recipe: a module, a script or a stored function, and whether its folder may start it again."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import inspect
+import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.errors import MissingLibrary, RunError, nearest
+from toolkit.core.atomic_io import check_fields, open_regular, write_whole
+from toolkit.core.cache import state_folder
+from toolkit.core.errors import MissingLibrary, RunError, ToolkitError, nearest
+from toolkit.core.redaction import MARK
+from toolkit.run_folder.folder import Folder
 
 RECIPE = "toolkit.finetune"
 
 KINDS = ("module", "script", "function")
+
+_PYTHONS = (BuiltinImporter, FrozenImporter, PathFinder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +41,7 @@ class Target:
     arguments: tuple[str, ...] = ()
     """Command line of a module or a script."""
     sha256: str = ""
-    """Of the file that holds a function: only this one is run."""
+    """Digest of a function's file: no other file is run."""
 
     @property
     def words(self) -> list[str]:
@@ -163,4 +173,123 @@ def _explain_unpicklable(
     return (
         f"function {_name(function)!r} cannot be shipped: {why}. "
         "Make it inside of the function, or pass what it is made from (a path, a name, a number)."
+    )
+
+
+# Which code a run's folder may start again: code that this user launched here, or names again ----------------------------
+
+_FIELDS = {"kind": str, "name": str, "arguments": list, "sha256": str}
+
+
+def target_of(about: dict[str, Any]) -> Target | None:
+    """Return the target in a run's `run.json`; None for the recipe. Whether it may run is another question.
+
+    Raises:
+        RunError: for fields, and for a kind, that no run of ours has.
+    """
+    target = about.get("target")
+    if target is None:
+        return None
+    try:
+        check_fields(target, _FIELDS)
+        if set(target) != set(_FIELDS):
+            raise ValueError(f"its fields are {', '.join(sorted(target))}, expected {', '.join(_FIELDS)}")
+        if target["kind"] not in KINDS:
+            raise ValueError(f"kind is {target['kind']!r}, expected {', '.join(KINDS)}")
+        if not all(isinstance(word, str) and "\0" not in word for word in (target["name"], *target["arguments"])):
+            raise ValueError("its name and arguments are not all words")
+    except ValueError as error:
+        raise RunError(f"run.json names a target that cannot be: {error}. Name the folder of a run.") from None
+    return Target(**{**target, "arguments": tuple(target["arguments"])})
+
+
+def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
+    """Return the target if it may run again, with the sha256 of a function's file.
+
+    Args:
+        folder: of the run.
+        target: in its `run.json`.
+        trust: the digest that the user trusts, or None.
+
+    Raises:
+        RunError: for a target that this user has not launched here in this form, and does not trust; with its digest.
+    """
+    if any(MARK in word for word in target.arguments):
+        raise RunError(
+            f"{target.name} was given a secret, and run.json does not say it: {' '.join(target.arguments)}. Name it again with "
+            f"all of its arguments: --target '{target.name} …'."
+        )
+    file, note = _file(folder, target), None
+    try:
+        sha256, digest = _digests(file, target)
+    except OSError as error:
+        raise RunError(
+            f"{file}, which {folder.path} ran, cannot be read: {error.strerror}. Name it again with --target."
+        ) from error
+    with contextlib.suppress(OSError, ValueError, ToolkitError):
+        path = _note_file(folder)
+        note = path.read_text() if path.stat().st_uid == os.getuid() else None
+    if digest not in (trust, note):
+        words = shlex.quote(shlex.join([target.name, *target.arguments]))
+        again = (
+            f"tk.resume(run, {target.name})"
+            if target.kind == "function"
+            else f"toolkit resume {folder.path} --target {words}"
+        )
+        why = "has changed since you launched it" if note else "you did not launch in this folder"
+        raise RunError(
+            f"{folder.path} would run the {target.kind} {target.name!r}, which {why}, and a folder alone lets no code run. "
+            f"Name it again (`{again}`), or read {file} and add --trust-target {digest}."
+        )
+    return dataclasses.replace(target, sha256=sha256) if target.kind == "function" else target
+
+
+def note_launch(folder: Folder, target: Target) -> None:
+    """Remember that this user runs the target in this folder, so that a resume needs no target."""
+    with contextlib.suppress(OSError, ToolkitError):  # then it has to be named
+        write_whole(_note_file(folder), _digests(_file(folder, target), target)[1].encode())
+
+
+def _note_file(folder: Folder) -> Path:
+    """Return the file with the digest of the target that this user launched in this folder."""
+    return state_folder("launched") / f"{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:32]}"
+
+
+def _digests(file: Path, target: Target) -> tuple[str, str]:
+    """Return the sha256 of the file that runs, and a digest of it with the target's kind, name and arguments."""
+    with open_regular(file) as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    text = json.dumps([target.kind, target.name, list(target.arguments), sha256])
+    return sha256, hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file(folder: Folder, target: Target) -> Path:
+    """Return the file that runs.
+
+    Raises:
+        RunError: for a module that Python does not find.
+    """
+    if target.kind == "function":
+        return folder.function
+    return Path(target.name) if target.kind == "script" else _module_file(target.name)
+
+
+def _module_file(name: str) -> Path:
+    """Find a module's file, or a package's `__main__`, without running parent packages as `find_spec` does."""
+    where: Any = [*sys.path, os.getcwd()]  # as a rank looks for it
+    for number, part in enumerate(name.split(".")):
+        # An editable package may have its own finder.
+        others = [finder.find_spec(part, None) for finder in sys.meta_path if number == 0 and finder not in _PYTHONS]
+        spec = PathFinder.find_spec(part, where) or next(filter(None, others), None)
+        if spec is None:
+            break
+        where = spec.submodule_search_locations or []
+    else:
+        if where and (main := PathFinder.find_spec("__main__", where)):
+            spec = main
+        if spec and spec.origin and spec.has_location:
+            return Path(spec.origin)
+    raise RunError(
+        f"target {name!r}: from here Python finds no such module. Go to the folder in which the run was launched, or name it with "
+        "--target."
     )

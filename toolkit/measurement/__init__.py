@@ -15,8 +15,7 @@ from toolkit.core.errors import RunError
 from toolkit.core.phases import phase
 from toolkit.measurement.cpu import CpuWindow
 from toolkit.measurement.cuda import CudaWindow, device_bytes_at
-from toolkit.measurement.results import Measured, Memory, collect
-from toolkit.measurement.window import Window, rss
+from toolkit.measurement.window import Measured, Memory, Window, collect, rss
 
 if TYPE_CHECKING:
     import torch

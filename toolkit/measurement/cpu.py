@@ -1,4 +1,4 @@
-"""The allocator's truth on CPU: every change of its total, over a window, cut by the phases."""
+"""Peaks on CPU: every change of the allocator's total, over a window, by phase."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from toolkit.core.phases import observe, phase
-from toolkit.measurement.results import Measured
-from toolkit.measurement.window import STEPS, PhasePeaks, Window
+from toolkit.measurement.window import STEPS, Measured, PhasePeaks, Window
 
 NOTE = "toolkit-note/"
-"""Marks an allocation of one byte that is made only for the allocator to say its total."""
+"""Name prefix of one-byte allocations, at which the profiler records the allocator's total."""
 
 BUSY = "another torch profiler was running, and two at once take each other's events"
 NO_SAVE = "the save's peak is missing"
@@ -33,7 +32,7 @@ class _Recording:
     torch's profiler, which keeps the count after each call. Source: c10/core/CPUAllocator.cpp,
     `ProfiledCPUMemoryReporter`. The profiler keeps no operators: they would cost about a kilobyte of host memory each,
     gigabytes with many layers and micro-batches. Threads that torch did not start from this one are counted, but their
-    calls are not kept: a peak that comes and goes on them between two calls of this one is not seen.
+    calls are not recorded: a short peak on them between two calls of this thread is missed.
     """
 
     def __init__(self) -> None:
@@ -75,11 +74,11 @@ class _Recording:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Keep torch's C++ warnings from the terminal; its errors are printed."""
-        was, self._level.value = self._level.value, max(2, self._level.value)
+        level, self._level.value = self._level.value, max(2, self._level.value)
         try:
             yield
         finally:
-            self._level.value = was
+            self._level.value = level
 
     def stop(self) -> list[tuple[int, str]] | None:
         """End it: each total in its order, in bytes above what stood at the beginning, and the note's label or "".
@@ -190,7 +189,7 @@ class CpuWindow(Window):
                 self.peaks.add(self.live[-1] + max(total for total, _ in totals))
 
     def result(self) -> Measured:
-        assert self._recording is None, "close the window before its result is asked for"
+        assert self._recording is None, "close the window before its result is read"
         return super().result()
 
 

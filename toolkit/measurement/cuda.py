@@ -7,15 +7,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 from toolkit.core.phases import observe
-from toolkit.measurement.results import Measured
-from toolkit.measurement.window import STEPS, Window
+from toolkit.measurement.window import STEPS, Measured, Window
 
 
 class CudaWindow(Window):
     """The caching allocator's own peaks, read and reset at the begin and end of each phase.
 
     Source: torch/cuda/memory.py. Before CUDA is initialised nothing is read: that would initialise the first device in
-    every rank. Whoever else asks `torch.cuda.max_memory_allocated` sees the resets.
+    every rank. Other callers of `torch.cuda.max_memory_allocated` see the resets.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class CudaWindow(Window):
 
 
 def device_bytes(index: int | None) -> tuple[int | None, str | None]:
-    """Return this process's bytes on a CUDA device by NVML; None with a reason where NVML does not tell."""
+    """Return this process's bytes on a CUDA device by NVML; None with a reason if NVML does not list them."""
     try:
         import pynvml
     except ImportError:

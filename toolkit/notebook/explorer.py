@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
+import os
+import pickle
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +17,9 @@ from typing import Any
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.charts import portable
-from toolkit.core.display import Result
+from toolkit.core.display import Result, markup, render
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
-from toolkit.core.html import markup, render
+from toolkit.core.process_lifecycle import die_with_parent
 from toolkit.core.redaction import redact
 from toolkit.devices.machine import Hardware
 from toolkit.forecasting import forecast
@@ -52,7 +58,7 @@ KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
     "timeline": (_timeline, "A step, phase by phase"),
     "precision": (_precision, "Who keeps what in which dtype"),
 }
-"""What can be explored: the function that answers, and a heading."""
+"""Kind of panel → the function of its answer, and its heading."""
 
 BESIDE = ("timeline", "precision")
 """The kinds that show a run with its forecast."""
@@ -71,7 +77,7 @@ class Explorer:
         """Why it cannot be, in a sentence."""
         self.controls: dict[str, Any] = {}
         self.panel: Any = None
-        """The widget that holds the controls; None where they cannot be made."""
+        """The widget with the controls; None without ipywidgets."""
         self._shown: Any = None
         """The display of all cells that show the answer; None before the first does."""
         self._ahead: subprocess.Popen[bytes] | None = None
@@ -81,7 +87,7 @@ class Explorer:
 
             self.panel = Panel(KINDS[kind][1], choices(kind, state), self.set)
             self.controls = self.panel.controls
-            self.panel.say(self.sentence)
+            self.panel.announce(self.sentence)
 
     @property
     def sentence(self) -> str:
@@ -89,7 +95,7 @@ class Explorer:
         return self.refusal or str(getattr(self.value, "reason", ""))
 
     def set(self, **values: Any) -> None:
-        """Ask for something else, as a moved control does.
+        """Change values, as a moved control does.
 
         Raises:
             ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
@@ -106,14 +112,14 @@ class Explorer:
                     self.panel.move(choice)
             with self.panel.busy():
                 self._answer()
-            self.panel.say(self.sentence)
+            self.panel.announce(self.sentence)
         if self._shown is not None:
             self._shown.update(_html(self.static_html()))
             if values.keys() != {"seq_len"}:
                 self._look_ahead()
 
     def _answer(self) -> None:
-        """Answer the state's question. A refusal is an answer, too: a panel shows no traceback."""
+        """Compute the answer to the state's request. An impossible request sets `refusal`: a panel shows no traceback."""
         self.value, self.refusal = None, ""
         try:
             self.value = KINDS[self.kind][0](self.state)
@@ -122,12 +128,10 @@ class Explorer:
 
     def _look_ahead(self) -> None:
         """Trace for the other sequence lengths in the background."""
-        from toolkit.notebook import prefetch
-
         if self._ahead is not None:
             self._ahead.terminate()
             self._ahead.wait()
-        self._ahead = prefetch.start(self.kind, self.state)
+        self._ahead = start_prefetch(self.kind, self.state)
 
     def static_html(self) -> str:
         """Return HTML that needs no kernel, script or network, and the equivalent command."""
@@ -151,8 +155,8 @@ class Explorer:
     def _ipython_display_(self) -> None:
         """Show controls and answer as two outputs: the answer stays when the controls' kernel is gone.
 
-        A page with ipywidgets and without that kernel says of a widget that its model is not found, whatever else is in
-        the same output.
+        A page with ipywidgets and without that kernel shows «model not found» for a widget, and hides the rest of its
+        output.
         """
         from IPython.display import display
 
@@ -204,7 +208,7 @@ def explore(
     against: Strategy | None = None,
     run: Any = None,
 ) -> Explorer:
-    """Return a panel whose controls change a forecast's request. It shows itself in a notebook.
+    """Return a panel with controls that change a forecast's request. It shows itself in a notebook.
 
     Args:
         kind: `memory` (bytes by part and the limit), `compare` (two strategies), `timeline` (a step phase by phase), or
@@ -224,3 +228,45 @@ def explore(
     if run is not None and kind not in BESIDE:
         raise StrategyError(f"run: {kind} does not show a run. Use {' or '.join(BESIDE)}.")
     return Explorer(kind, ExplorerState.begin(kind, model, hardware, strategy, train_config, against=against, run=run))
+
+
+# Answers ahead --------------------------------------------------------------------------------------------------------
+
+PREFETCH = "from toolkit.notebook.explorer import prefetch; prefetch()"
+"""The program of the child process."""
+
+PAUSE = 1.0
+"""Seconds before it begins: a control that still moves makes the state out of date."""
+
+
+def start_prefetch(kind: str, state: ExplorerState) -> subprocess.Popen[bytes]:
+    """Start a child process that answers for every other position of the sequence slider: each is another trace.
+
+    The traces stay in the cache on disk, so that the panel itself answers at once. The child ends with its work or with this
+    process. Terminate it when the state is out of date.
+    """
+    command = [sys.executable, "-P", "-c", PREFETCH, str(os.getpid())]
+    nowhere = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(pickle.dumps((kind, state)))
+    return process
+
+
+def lengths_ahead(kind: str, state: ExplorerState) -> list[int]:
+    """Return the slider's other sequence lengths, the nearest first."""
+    sliders = [choice for choice in choices(kind, state) if choice.name == "seq_len"]
+    others = [value for slider in sliders for value in slider.values if value != slider.value]
+    return sorted(others, key=lambda length: abs(math.log(length / state.values["seq_len"])))
+
+
+def prefetch() -> None:
+    """Answer for each length. The argument is the parent's process id; kind and state come pickled on standard input."""
+    die_with_parent(int(sys.argv[1]))
+    os.nice(19)
+    kind, state = pickle.load(sys.stdin.buffer)
+    time.sleep(PAUSE)
+    for length in lengths_ahead(kind, state):
+        with contextlib.suppress(ToolkitError):
+            KINDS[kind][0](state.but(seq_len=length))

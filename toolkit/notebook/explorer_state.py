@@ -20,7 +20,7 @@ from toolkit.models import ModelSpec, describe
 
 HERE = "this machine"
 SECOND = "against_"
-"""What stands before the name of a control of the second strategy."""
+"""Prefix of the names of the second strategy's controls."""
 
 NODE = 8
 """Devices of a node, where there are more."""
@@ -33,12 +33,12 @@ NAMES = {
     "timeline": ("model", "device", "devices", *SHARDED, *BATCH),
     "precision": ("model", "device", "precision", "adapter"),
 }
-"""Which controls each panel has: those that its answer depends on."""
+"""Kind of panel → its controls: those that the answer depends on."""
 
 LABELS = {
-    "devices": ("devices", "how many devices, one rank each; more than eight are on nodes of eight"),
-    "device": ("device", "the device of a rank, from the catalog where it is only named"),
-    "model": ("model", "what is trained"),
+    "devices": ("devices", "number of devices, one rank each; more than eight are on nodes of eight"),
+    "device": ("device", "the device of a rank: this machine's, or one of the catalog"),
+    "model": ("model", "the trained model"),
     "seq_len": ("sequence length", ""),
     "micro_batch": ("micro-batch", ""),
 }
@@ -49,18 +49,14 @@ METADATA = {field.name: field.metadata for owner in (Strategy, TrainConfig) for 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A control: its label, its help, and its values."""
+    """A control: its label, its help, and its values. Numbers are a slider, words a list."""
 
     name: str
     label: str
     help: str
     values: tuple[Any, ...]
     value: Any
-    """Where it stands."""
-    slides: bool = False
-    """Whether it is a slider: numbers in their order."""
-    quick: bool = False
-    """Whether every answer is there at once, since nothing has to be traced for it."""
+    """The current value."""
     group: str = ""
     """The strategy that it belongs to, in a panel with two."""
 
@@ -71,17 +67,17 @@ class ExplorerState:
 
     models: Mapping[str, ModelSpec]
     here: Hardware
-    named: str
-    """What `here` is called."""
+    here_name: str
+    """The name of `here` among the choices."""
     implied: bool
-    """Whether a shell, too, begins from `here` where no machine is named."""
+    """Whether a shell command without a machine means `here`, too."""
     base: Strategy
     second: Strategy
     batch: TrainConfig
     values: Mapping[str, Any]
     """Control → value."""
-    began: Mapping[str, Any]
-    """Where they stood at first."""
+    first_values: Mapping[str, Any]
+    """The first values."""
     run: str | None = None
     """The folder of a run to show with the forecast."""
 
@@ -115,23 +111,23 @@ class ExplorerState:
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or (Strategy(sharding=_full_shardings()[0]) if machine.ranks > 1 else Strategy())
         second = against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1)
-        batch, named = train_config or TrainConfig(), machine.device.name  # this machine's own name is long
+        batch, here_name = train_config or TrainConfig(), machine.device.name  # this machine's own name is long
         if on is None or machine.device.kind == "cpu":
-            named = HERE if on is None else "cpu"
-        values: dict[str, Any] = {"model": specs[0].name, "device": named, "devices": machine.ranks}
+            here_name = HERE if on is None else "cpu"
+        values: dict[str, Any] = {"model": specs[0].name, "device": here_name, "devices": machine.ranks}
         for name in [name for name in NAMES[kind] if name not in values]:
             owner = second if name.startswith(SECOND) else batch if name in BATCH else base
             values[name] = getattr(owner, name.removeprefix(SECOND))
         return cls(
             models={spec.name: spec for spec in specs},
             here=machine,
-            named=named,
+            here_name=here_name,
             implied=implied,
             base=base,
             second=second,
             batch=batch,
             values=values,
-            began=dict(values),
+            first_values=dict(values),
             run=folder,
         )
 
@@ -148,7 +144,7 @@ class ExplorerState:
     def machine(self) -> Hardware:
         """So many of the chosen device, on nodes of eight."""
         count, nodes = self._nodes()
-        if self.values["device"] == self.named:
+        if self.values["device"] == self.here_name:
             return dataclasses.replace(self.here, count=count, nodes=nodes)
         return hardware(self.machine_words)
 
@@ -157,16 +153,15 @@ class ExplorerState:
         """As `hardware` takes it: a device by its name in the catalog, where it has one."""
         count, nodes = self._nodes()
         own, word = self.here.device, str(self.values["device"])
-        if word == self.named:
-            missing = "cpu" if own.kind == "cpu" else f"<{own.name}, which the catalog lacks>"
-            word = next((key for key, card in CARDS.items() if card == own.card), missing)
+        if word == self.here_name:
+            word = "cpu" if own.kind == "cpu" else own.key or f"<{own.name}, which the catalog lacks>"
         return (f"{nodes} nodes x " if nodes > 1 else "") + f"{count}x {word}"
 
     def _nodes(self) -> tuple[int, int]:
         devices = self.values["devices"]
         if devices == self.here.ranks:
             return self.here.count, self.here.nodes
-        cpu = self.values["device"] == self.named and self.here.device.kind == "cpu"
+        cpu = self.values["device"] == self.here_name and self.here.device.kind == "cpu"
         return (devices, 1) if cpu or devices % NODE else (NODE, devices // NODE)
 
     def fields(self, owner: Strategy | TrainConfig, before: str = "") -> dict[str, Any]:
@@ -238,7 +233,7 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
     if name == "model":
         values: tuple[Any, ...] = tuple(state.models)
     elif name == "device":
-        values = tuple(dict.fromkeys((state.named, *CARDS)))
+        values = tuple(dict.fromkeys((state.here_name, *CARDS)))
     elif name == "devices":
         values = _counts(1, 512, state.here.ranks, value)
     elif name == "micro_batch":
@@ -254,8 +249,6 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
         help=help or METADATA[field]["help"],
         values=values,
         value=value,
-        slides=name in ("devices", *BATCH),
-        quick=name == "devices",
         group="" if kind != "compare" or field not in SHARDED else "second" if name != field else "first",
     )
 
@@ -270,7 +263,7 @@ def command(kind: str, state: ExplorerState) -> str:
     """Return the shell command of the state's question."""
     verb = {"memory": "forecast", "compare": "forecast", "timeline": "timeline", "precision": "precisions"}[kind]
     words = ["toolkit", verb, *_model_word(state)]
-    stays = state.implied and all(state.values[name] == state.began[name] for name in ("device", "devices"))
+    stays = state.implied and all(state.values[name] == state.first_values[name] for name in ("device", "devices"))
     words += [] if stays else ["--hardware", state.machine_words]
     strategy, second = state.fields(state.base), state.fields(state.second, SECOND)
     # The shell takes a run's own values, too.
@@ -289,9 +282,9 @@ def command(kind: str, state: ExplorerState) -> str:
 
 
 def _model_word(state: ExplorerState) -> list[str]:
-    """Return the model's words in a shell; a config that was made in Python has none until it is saved."""
+    """Return the model's words in a shell; a config from Python has none until it is saved."""
     name = state.spec.name
-    if name == EMBEDDED or (state.run is not None and state.values["model"] == state.began["model"]):
+    if name == EMBEDDED or (state.run is not None and state.values["model"] == state.first_values["model"]):
         return []
     return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
 

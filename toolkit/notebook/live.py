@@ -30,16 +30,16 @@ _shown: dict[str, int] = {}
 """Folder → the number of the cell that shows it."""
 
 _followed: dict[str, _View] = {}
-"""Folder → view, while its run goes."""
+"""Folder → view of a running run."""
 
 _lock = threading.Lock()
-"""Held while that changes: a view that is added to a thread which ends would never hear of the end."""
+"""Protects `_followed`: a view that is added as its thread ends would miss the end."""
 
 
 def show(run: Run) -> None:
     """Display a run in plain HTML, so that a saved notebook still shows how it ended.
 
-    While it goes a thread updates it in place, and the kernel stays free; where ipywidgets is installed there is a button.
+    A thread updates it in place during the run, and the kernel stays free. With ipywidgets there is a button that stops it.
     """
     from IPython.core.getipython import get_ipython
     from IPython.display import HTML, display
@@ -49,7 +49,7 @@ def show(run: Run) -> None:
     if _shown.get(folder) == cell and not run.alive:
         return
     _shown[folder] = cell
-    # Asked before the page is made: what ends in between is shown as running, and at once brought up to date.
+    # Checked before the page is made: a run that ends in between is shown as running, and updated at once.
     if not run.alive:
         display(HTML(run._repr_html_()))
         return
@@ -69,6 +69,8 @@ def show(run: Run) -> None:
 
 def _follow(folder: str, run: Run, view: _View) -> None:
     """Update the view until the run has ended, through partial lines and slow disks."""
+    from IPython.display import HTML
+
     before, alive = "", True
     while alive:
         with contextlib.suppress(Exception):
@@ -80,7 +82,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
         # The last page is sent even if it is equal: a newer view may show an older one.
         if page and (page != before or not alive):
             with contextlib.suppress(Exception):
-                _update(view, page)
+                view.handle.update(HTML(page))
                 before = page
         if alive:
             time.sleep(EVERY)
@@ -97,17 +99,11 @@ def _page(run: Run, *, last: bool) -> str:
         return f"<p>{html.escape(f'{run.folder} has ended, and cannot be shown: {error}')}</p>" if last else ""
 
 
-def _update(view: _View, page: str) -> None:
-    from IPython.display import HTML
-
-    view.handle.update(HTML(page))
-
-
 def _button(run: Run) -> Callable[[], None] | None:
     """Show a button that stops the run: it ends its step and publishes a checkpoint.
 
-    What comes back takes it away: a notebook that was saved with a widget shows an error in its place where another kernel
-    opens it. None where ipywidgets is not installed.
+    The returned function removes it: in a notebook that was saved with a widget, another kernel shows an error in its place.
+    None without ipywidgets.
     """
     try:
         from ipywidgets import HTML as Words
@@ -126,16 +122,16 @@ def _button(run: Run) -> Callable[[], None] | None:
     message = Words()
     # Not as wide as the page.
     box = VBox([button, message], layout=Layout(align_items="flex-start"))
-    # ipykernel 7 hands a widget's messages to the shell that made it, which hears none while a cell runs, as run.wait() does.
+    # ipykernel 7 hands a widget's messages to the shell that made it, which handles none while a cell runs, as in run.wait().
     # Without that note they go where JupyterLab sends them: to a shell of their own.
     with contextlib.suppress(AttributeError):
         del button.comm._reply_subshell_id
 
     def stop(_: Any) -> None:
         button.disabled, button.description, message.value = True, "Stopping…", ""
-        threading.Thread(target=ask, name=f"stop {run.folder}", daemon=True).start()
+        threading.Thread(target=request_stop, name=f"stop {run.folder}", daemon=True).start()
 
-    def ask() -> None:
+    def request_stop() -> None:
         try:
             run.stop()
         except Exception as error:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import expand_user, open_regular, write_whole
+from toolkit.config.flags import differing, from_dict, spell, to_flags
+from toolkit.config.run_config import SECTIONS
+from toolkit.config.strategy import Strategy
+from toolkit.core.atomic_io import expand_user, open_regular, read_events, write_whole
 from toolkit.core.charts import figure
-from toolkit.core.display import Result, Table
-from toolkit.core.errors import RunError
-from toolkit.core.html import markup, render
-from toolkit.core.redaction import redact, visible
-from toolkit.reports.record import Record, read_record, step_seconds, throughput
+from toolkit.core.display import Result, Table, markup, render
+from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.redaction import redact, redact_all, visible
 from toolkit.reports.sections import Section, figures, sections_of
-from toolkit.run_folder.folder import refuse_links
+from toolkit.reports.tables import step_seconds, throughput
+from toolkit.run_folder.folder import Folder, refuse_links, run_paths
+from toolkit.run_folder.run_json import read_run_json
+from toolkit.run_folder.status import read_memory, read_outcome
+from toolkit.training.resumption import resume_hint
 
 ABOUT = (
     "target", "strategy", "train_config", "run_config", "ranks", "seed", "data", "started", "finished", "attempts",
@@ -35,25 +41,68 @@ MARK = markup('<meta name="generator" content="accelerate-toolkit">')
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """A run: request, audit, forecast and measurement, and how it ended."""
+    """A run, read once from its folder and redacted: request, audit, forecast and measurement, and its end."""
 
-    run: Record
+    path: Path
+    about: Mapping[str, Any]
+    """`run.json`."""
+    steps: tuple[Mapping[str, Any], ...]
+    """Lines of `events.jsonl` that have a loss."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    """Lines that have an evaluation's."""
+    checkpoints: tuple[Mapping[str, Any], ...]
+    """Lines of `checkpoints.jsonl`."""
+    memory: Mapping[str, Any]
+    """`memory.json`, which a run writes as it finishes; empty before."""
+    status: str
+    """`running`, `finished`, `stopped` or `failed`."""
+    words: str
+    """The message at the end, or where its ranks are."""
+    then: str
+    """How to continue; empty if there is nothing to do."""
 
     @property
-    def status(self) -> str:
-        """`running`, `finished`, `stopped` or `failed`."""
-        return self.run.status
+    def forecast(self) -> Mapping[str, Any] | None:
+        """The forecast from before the first step."""
+        return self.memory.get("forecast") or self.about.get("forecast")
+
+    @property
+    def measured(self) -> Mapping[str, Any] | None:
+        """The worst rank's peak, by part and phase."""
+        return self.memory.get("measured")
+
+    @property
+    def done(self) -> int:
+        """The last step that was done; 0 before the first."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def target(self) -> Mapping[str, Any] | None:
+        """The script, module or function that it ran; None of the recipe."""
+        return self.about.get("target")
+
+    @property
+    def command(self) -> str:
+        """The command that repeats the run with all decisions fixed; for a function, a line of Python."""
+        about, target = self.about, self.target
+        if target is not None:
+            return _target_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
+        try:
+            words = to_flags(*(from_dict(kind, about[name]) for name, kind in SECTIONS.items()))
+        except StrategyError:  # of another version, which had other fields
+            words = spell({**about["run_config"], **about["strategy"], **about["train_config"]})
+        return " ".join(["toolkit train --processes", str(about["ranks"]), *map(shlex.quote, words)])
 
     @cached_property
     def sections(self) -> list[Section]:
         """The report's sections, in the order of the page."""
-        return sections_of(self.run)
+        return sections_of(self)
 
     def page(self) -> str:
         """Return the run as one self-contained HTML page without scripts."""
-        name = self.run.path.absolute().name
-        parts = [(section, *_html_parts(section)) for section in self.sections]
-        values = {"name": name, "status": self.run.status, "figures": figures(self.run), "sections": parts}
+        name = self.path.absolute().name
+        parts = [(part, *_html_parts(part)) for part in self.sections]
+        values = {"name": name, "status": self.status, "figures": figures(self), "sections": parts}
         return redact(render("report", mark=MARK, **values) + "\n")
 
     def write(self, path: str | Path | None = None) -> Path:
@@ -62,9 +111,9 @@ class Report(Result):
         Raises:
             RunError: where it cannot be written, and where another place holds a file that is no report.
         """
-        target = expand_user(path) if path else self.run.path / "report.html"
+        target = expand_user(path) if path else self.path / "report.html"
         if path is None:
-            refuse_links(self.run.path)
+            refuse_links(self.path)
         elif target.exists() and not _is_report(target):
             raise RunError(f"{target} exists and is not a report. Remove it, or choose another place with -o.")
         try:
@@ -74,32 +123,31 @@ class Report(Result):
         return target
 
     def tables(self) -> list[Table]:
-        summary = Table(title=f"Run {self.run.path}", columns=("figure", "value"), rows=figures(self.run))
-        return [summary, *(table for section in self.sections for table in section.tables)]
+        summary = Table(title=f"Run {self.path}", columns=("figure", "value"), rows=figures(self))
+        return [summary, *(table for part in self.sections for table in part.tables)]
 
     def __str__(self) -> str:
-        parts = [self.tables()[0].text(), *(section.text() for section in self.sections)]
+        parts = [self.tables()[0].text(), *(part.text() for part in self.sections)]
         return visible(redact("\n\n".join(parts)))
 
     def _repr_html_(self) -> str:
         parts = [self.tables()[0].html()]
-        for section in self.sections:  # without headings: a notebook has its own
-            pictures, tables = _html_parts(section)
-            parts.append(render("report_section", section=section, figures=pictures, tables=tables))
+        for part in self.sections:  # without headings: a notebook has its own
+            pictures, tables = _html_parts(part)
+            parts.append(render("report_section", section=part, figures=pictures, tables=tables))
         return redact("".join(parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run in bytes and seconds, with a summary of its steps; `events.jsonl` has each."""
-        run, about, memory = self.run, self.run.about, self.run.memory or {}
         return {
-            "run": str(run.path),
-            **{name: getattr(run, name) for name in ("status", "words", "then", "command")},
-            **{name: about.get(name) for name in ABOUT},
-            **_progress(run),
-            "evaluations": [{"step": event["step"], "loss": event["eval_loss"]} for event in run.evaluations],
-            "checkpoints": [dict(event) for event in run.checkpoints],
-            **{name: memory.get(name) for name in ("audits", "measured", "reason", "unforecast")},
-            "forecast": run.forecast,
+            "run": str(self.path),
+            **{name: getattr(self, name) for name in ("status", "words", "then", "command")},
+            **{name: self.about.get(name) for name in ABOUT},
+            **_progress(self),
+            "evaluations": [{"step": event["step"], "loss": event["eval_loss"]} for event in self.evaluations],
+            "checkpoints": [dict(event) for event in self.checkpoints],
+            **{name: self.memory.get(name) for name in ("audits", "measured", "reason", "unforecast")},
+            "forecast": self.forecast,
         }
 
 
@@ -107,9 +155,23 @@ def report(path: str | Path) -> Report:
     """Return the report of a run's folder, also of a running, stopped or failed run.
 
     Raises:
-        RunError: for a folder that holds no run, and a file in it that cannot be read, or says what no run does.
+        RunError: for a folder without a run, and for an unreadable or invalid file in it.
     """
-    result = Report(run=read_record(path))
+    folder = run_paths(path)
+    about = redact_all(read_run_json(folder.path))
+    events = redact_all(read_events(folder.events))
+    status, words = read_outcome(folder, about)
+    result = Report(
+        path=folder.path,
+        about=about,
+        steps=tuple(event for event in events if "loss" in event),
+        evaluations=tuple(event for event in events if "eval_loss" in event),
+        checkpoints=tuple(redact_all(read_events(folder.published))),
+        memory=read_memory(folder, about) or {},
+        status=status,
+        words=redact(words),
+        then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
+    )
     try:
         result.tables(), result.to_dict()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -151,7 +213,22 @@ def _write_page(path: Path) -> Path | None:
         return None
 
 
-def _progress(run: Record) -> dict[str, Any]:
+def _target_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> str:
+    if target["kind"] == "function":
+        arguments = ", ".join(f"{name}={value!r}" for name, value in differing(strategy).items())
+        return f"tk.launch({target['name']}, tk.Strategy({arguments}), processes={ranks})"
+    words = [*to_flags(strategy), target["name"], *target["arguments"]]
+    return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
+
+
+def _how_to_resume(folder: Folder) -> str:
+    try:
+        return resume_hint(folder)
+    except StrategyError as error:
+        return f"This version cannot resume it: {error}"
+
+
+def _progress(run: Report) -> dict[str, Any]:
     steps = run.steps
     losses = [(event["loss"], event["step"]) for event in steps if event["loss"] is not None] or [(None, None)]
     first, last, (lowest, step) = losses[0][0], losses[-1][0], min(losses)

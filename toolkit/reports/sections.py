@@ -6,20 +6,31 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.flags import section
-from toolkit.config.run_config import RunConfig
-from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.run_config import SECTIONS
 from toolkit.core.charts import curve
 from toolkit.core.display import Table
 from toolkit.core.redaction import MARK
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.exporters import logits_text
-from toolkit.reports.record import Record, pace, step_seconds, throughput
-from toolkit.reports.tables import by_part, by_phase, by_rank, by_time, ratio, sample_table, spell_bytes, spell_number
+from toolkit.reports.tables import (
+    by_part,
+    by_phase,
+    by_rank,
+    by_time,
+    pace,
+    ratio,
+    sample_table,
+    spell_bytes,
+    spell_number,
+    step_seconds,
+    throughput,
+)
 from toolkit.training.loop import Step
+
+if TYPE_CHECKING:
+    from toolkit.reports.html_report import Report
 
 OUTCOMES = (
     "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
@@ -58,7 +69,7 @@ class Section:
         return "\n\n".join([f"== {self.title} ==", *paragraphs])
 
 
-def sections_of(run: Record) -> list[Section]:
+def sections_of(run: Report) -> list[Section]:
     """Return all sections, in the order of the page. The memory of a target's ranks is its own to measure."""
     sections = [_outcome(run), _target_settings(run, run.target) if run.target else _settings(run)]
     if run.target is None:
@@ -71,7 +82,7 @@ def sections_of(run: Record) -> list[Section]:
     return [*sections, _machine(run)]
 
 
-def figures(run: Record) -> list[tuple[str, str]]:
+def figures(run: Report) -> list[tuple[str, str]]:
     """Return the most important figures, each a name and a value."""
     train_config, steps = run.about["train_config"], run.steps
     planned = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
@@ -94,28 +105,28 @@ def figures(run: Record) -> list[tuple[str, str]]:
     return rows
 
 
-def _outcome(run: Record) -> Section:
+def _outcome(run: Report) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
     words = f"{run.words} {run.then}".strip() if run.then not in run.words else run.words
-    title = "How it goes" if run.status == "running" else "How it ended"
+    title = "Progress" if run.status == "running" else "How it ended"
     return Section(title=title, words=words[:1].upper() + words[1:])
 
 
-def _settings(run: Record) -> Section:
+def _settings(run: Report) -> Section:
     about = run.about
     sizes = {**about["train_config"], **about.get("parallelism", {})}
     samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
     tokens = (about.get("data") or {}).get("trained_tokens", 0)
     tables = [
-        _changed_settings(Strategy, about, ("ranks", str(about["ranks"]))),
-        _changed_settings(TrainConfig, about, ("global batch", f"{samples} samples")),
-        _changed_settings(RunConfig, about, ("trained tokens of the data", format_count(tokens))),
+        _changed_settings("strategy", about, ("ranks", str(about["ranks"]))),
+        _changed_settings("train_config", about, ("global batch", f"{samples} samples")),
+        _changed_settings("run_config", about, ("trained tokens of the data", format_count(tokens))),
     ]
     return _repeatable(run, tables, "The command that does the same again:")
 
 
-def _target_settings(run: Record, target: Mapping[str, Any]) -> Section:
+def _target_settings(run: Report, target: Mapping[str, Any]) -> Section:
     """Return the section of a script, module or function: its name, and the strategy of `tk.accelerator()`."""
     cells = {
         "kind": target["kind"],
@@ -124,13 +135,13 @@ def _target_settings(run: Record, target: Mapping[str, Any]) -> Section:
         "sha256 of its file": target["sha256"],
     }
     rows = [(name, value) for name, value in cells.items() if value]
-    strategy = _changed_settings(Strategy, run.about, ("ranks", str(run.about["ranks"])))
+    strategy = _changed_settings("strategy", run.about, ("ranks", str(run.about["ranks"])))
     more = ", given its arguments (`args=`, `kwargs=`)" if target["kind"] == "function" else ""
     tables = [Table(title="Target", columns=("field", "value"), rows=rows), strategy]
     return _repeatable(run, tables, f"What does the same again{more}:")
 
 
-def _repeatable(run: Record, tables: Sequence[Table], words: str) -> Section:
+def _repeatable(run: Report, tables: Sequence[Table], words: str) -> Section:
     """Return the settings with the command that repeats the run."""
     notes = ["Fields that are not listed have their defaults."]
     if MARK in run.command:
@@ -138,19 +149,19 @@ def _repeatable(run: Record, tables: Sequence[Table], words: str) -> Section:
     return Section(title="Settings", words=" ".join([*notes, words]), code=run.command, tables=tables)
 
 
-def _changed_settings(kind: type[Any], about: Mapping[str, Any], more: tuple[str, str]) -> Table:
-    """Return the main settings of a dataclass, and those with other values than the default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+def _changed_settings(part: str, about: Mapping[str, Any], more: tuple[str, str]) -> Table:
+    """Return the main settings of a part of `run.json`, and those with other values than the default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(SECTIONS[part])}
     rows = [
         (name, str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value))
-        for name, value in about[section(kind)].items()
+        for name, value in about[part].items()
         if value is not None and (name in OUTCOMES or value != defaults.get(name))
     ]
-    return Table(title=kind.__name__, columns=("field", "value"), rows=[*rows, more])
+    return Table(title=SECTIONS[part].__name__, columns=("field", "value"), rows=[*rows, more])
 
 
-def _audit(run: Record) -> Section:
-    audits = (run.memory or {}).get("audits") or []
+def _audit(run: Report) -> Section:
+    audits = run.memory.get("audits") or []
     if not audits:
         words = "A finished run has the memory of each rank in memory.json; this run has no such file."
         return Section(title="Audit", words=words)
@@ -176,8 +187,8 @@ def _dtype_table(audit: Mapping[str, Any]) -> Table:
     return Table(title="Dtype ledger", columns=("part", "measured", "expected"), rows=rows)
 
 
-def _memory(run: Record) -> Section:
-    title, forecast, measured, memory = "Forecast and measured", run.forecast, run.measured, run.memory or {}
+def _memory(run: Report) -> Section:
+    title, forecast, measured, memory = "Forecast and measured", run.forecast, run.measured, run.memory
     why = memory.get("reason") or "peaks are written when a run finishes"
     unforecast = memory.get("unforecast") or "it was not forecast"
     if not forecast and not measured:
@@ -197,7 +208,7 @@ def _memory(run: Record) -> Section:
     return Section(title=title, words=" ".join(words), tables=tables)
 
 
-def _training(run: Record) -> Section:
+def _training(run: Report) -> Section:
     """Return losses, evaluation losses and tokens a second, step by step."""
     title, steps = "Training", run.steps
     if not steps:
@@ -217,7 +228,7 @@ def _training(run: Record) -> Section:
     return Section(title=title, words=words, tables=tables)
 
 
-def _steps(run: Record) -> Table:
+def _steps(run: Report) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
@@ -236,7 +247,7 @@ def _steps(run: Record) -> Table:
     return sample_table("Steps", columns, rows, "events.jsonl")
 
 
-def _throughput(run: Record, rates: Sequence[tuple[float, float]]) -> Table:
+def _throughput(run: Report, rates: Sequence[tuple[float, float]]) -> Table:
     tokens, seconds = (sum(event.get(name) or 0 for event in run.steps) for name in ("tokens", "seconds"))
     rows = [
         ("tokens", format_count(tokens)),
@@ -250,7 +261,7 @@ def _throughput(run: Record, rates: Sequence[tuple[float, float]]) -> Table:
     return Table(title="Throughput", columns=("figure", "value"), rows=rows, notes=notes, picture=picture)
 
 
-def _checkpoints(run: Record) -> Section:
+def _checkpoints(run: Report) -> Section:
     """Return the published checkpoints and their cost."""
     title, saved = "Checkpoints", run.checkpoints
     if not saved:
@@ -281,7 +292,7 @@ def _attempts(attempts: Sequence[Mapping[str, Any]]) -> Section:
     return Section(title="Attempts", tables=[sample_table("Attempts", columns, rows, "run.json")])
 
 
-def _machine(run: Record) -> Section:
+def _machine(run: Report) -> Section:
     versions = [(name, version or "not installed") for name, version in run.about.get("versions", {}).items()]
     machine, rows = run.about.get("hardware") or {}, []
     if device := machine.get("device"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from toolkit.core.charts import Bar, bars
@@ -12,6 +13,9 @@ from toolkit.core.units import format_bytes, format_step_seconds
 
 ROWS = 12
 """The most rows of a table that samples a file's lines."""
+
+WARM = 5
+"""Steps that do not count for tokens/s: the memory window lies in them."""
 
 INDENT = "\N{NO-BREAK SPACE}" * 2
 
@@ -26,6 +30,22 @@ def sample_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     places = [round(place * (len(rows) - 1) / (ROWS - 1)) for place in range(ROWS)]
     notes = [f"{ROWS} of {len(rows):,}; all are in {file}."]
     return Table(title=title, columns=columns, rows=[rows[place] for place in places], notes=notes)
+
+
+def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of the median step after the fifth."""
+    return float(median(event["seconds"] for event in steps[WARM:] or steps))
+
+
+def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
+    rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
+    return float(median(rates)) if rates else None
+
+
+def pace(event: Mapping[str, Any]) -> float | None:
+    """Return a step's tokens a second; a line of `tk.log` may have none."""
+    return event["tokens"] / event["seconds"] if event.get("tokens") and event["seconds"] else None
 
 
 def spell_number(value: float | None) -> str:
@@ -46,11 +66,11 @@ def ratio(expected: float | None, measured: float | None) -> str:
 def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> Table:
     """Return a rank's bytes at its peak, forecast and measured, with their picture.
 
-    What no audit can tell apart is measured as one, `transient`, and forecast part by part.
+    Parts that no audit separates are measured as one, `transient`, and forecast one by one.
 
     Args:
-        forecast: as `Forecast.to_dict` says it, or None.
-        measured: as `memory.json` says it, or None.
+        forecast: the result of `Forecast.to_dict`, or None.
+        measured: from `memory.json`, or None.
     """
     device = forecast["device"] if forecast else {"parts": {}, "peak_bytes": None}
     expected: dict[str, int] = {part: size for part, size in device["parts"].items() if size}
@@ -62,9 +82,9 @@ def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | No
     rows += [(mark + part, size, None) for part, size in rest.items()]
     rows.append(("all", device["peak_bytes"], measured["peak_bytes"] if measured else None))
     sources = {"forecast": expected, "measured": parts}
-    drawn = [Bar(label=label, parts=source) for label, source in sources.items() if source]
+    bar_rows = [Bar(label=label, parts=source) for label, source in sources.items() if source]
     title, limit = "Peak of a rank, by part", device.get("limit_bytes")
-    picture = bars(drawn, title=title, limit=limit, limit_label="a rank has")
+    picture = bars(bar_rows, title=title, limit=limit, limit_label="a rank has")
     notes = ["Indented: parts of transient, which is measured as one."] if within else []
     return _compared(title, "part", rows, notes, picture)
 
@@ -76,7 +96,7 @@ def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | N
         "measured": measured["phases"] if measured else {},
     }
     names = [name for name in PHASES if any(name in source for source in sources.values())]
-    drawn = [
+    bar_rows = [
         Bar(label=f"{name}, {label}", parts={name: source[name]})
         for name in names
         for label, source in sources.items()
@@ -84,7 +104,7 @@ def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | N
     ]
     rows: list[Row] = [(name, sources["forecast"].get(name), sources["measured"].get(name)) for name in names]
     title = "Highest total of each phase"
-    return _compared(title, "phase", rows, (), bars(drawn, title=title))
+    return _compared(title, "phase", rows, (), bars(bar_rows, title=title))
 
 
 def by_rank(memory: Mapping[str, Any]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -13,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import append_line, check_fields, expand_user, read_json, unwritable, write_json
+from toolkit.core.atomic_io import DRAFT, append_line, check_fields, expand_user, read_json, unwritable, write_json
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
-from toolkit.run_folder.contents import foreign_files, refuse_old
 from toolkit.run_folder.run_json import no_run, read_run_json
-from toolkit.run_folder.run_lock import hold, role, run_token, sign
+from toolkit.run_folder.run_lock import hold, is_lock, role, run_token, sign
 
 RUNS = "runs"
 """The default folder of runs."""
@@ -27,7 +27,17 @@ CLAIM = "TOOLKIT_RUN_CLAIM"
 """The environment variable of a supervisor that inherits its folder's lock: descriptor, token, whether the run is new."""
 
 SPARE = 8192
-"""Bytes that each rank keeps free for the words in which it ends."""
+"""Bytes that each rank reserves for its error file."""
+
+LOGS = re.compile(
+    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(failures|end)\.json|function\.pkl"
+)
+"""Files that a run writes into `logs`; other files there are the user's."""
+
+_DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
+
+LONGEST = 200
+"""Bytes of a run's name: files in its folder have longer ones."""
 
 
 class Inside:
@@ -42,7 +52,7 @@ class Inside:
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A run's folder, held by this process until `leave()` or its end. Made by `enter`."""
+    """A run's folder, locked by this process until `leave()` or its end. Returned by `enter`."""
 
     path: Path
     token: str
@@ -71,15 +81,15 @@ class Folder:
     logs = Inside("logs")
     """The logs of the processes."""
     launcher_log = Inside("logs/launcher.log")
-    """What `accelerate launch` prints."""
+    """The output of `accelerate launch`."""
     exits = Inside("logs/failures.json")
     """The launcher's record of how ranks ended."""
     supervisor_log = Inside("logs/supervisor.log")
-    """Of a supervisor in its own session: restarts, and how the run ended."""
+    """The output of a supervisor in its own session: restarts, and the end of the run."""
     function = Inside("logs/function.pkl")
     """A shipped function."""
     end = Inside("logs/end.json")
-    """How the last attempt ended, by its supervisor; missing where it finished."""
+    """The end of the last attempt, by its supervisor; no file if it finished."""
 
     def log(self, rank: int) -> Path:
         """Return the log of a rank."""
@@ -124,16 +134,17 @@ class Folder:
                 write_json(self.end, {"how": how, "attempt": attempt, "message": message})
 
     def errors(self) -> dict[int, dict[str, Any]]:
-        """Rank → the exception that ended it, as `record_error` left it."""
+        """Rank → the exception that ended it, from `record_error`, the earliest first: by a monotonic clock on one host."""
         kinds = {"type": str, "message": str, "time": int | float, "tick": int | float, "host": str}
-        errors = {}
+        errors: dict[int, dict[str, Any]] = {}
         for path in self.logs.glob("rank-*.error.json"):
-            with contextlib.suppress(OSError, ValueError):  # what cannot be read says nothing
+            with contextlib.suppress(OSError, ValueError):  # an unreadable file is ignored
                 error = read_json(path)
                 check_fields(error, kinds)
                 if set(kinds) <= set(error):
                     errors[int(path.name.split(".")[0].removeprefix("rank-"))] = error
-        return errors
+        clock = "tick" if len({error["host"] for error in errors.values()}) == 1 else "time"
+        return dict(sorted(errors.items(), key=lambda item: float(item[1][clock])))
 
     @contextlib.contextmanager
     def room_for_error(self, rank: int) -> Iterator[None]:
@@ -150,11 +161,11 @@ class Folder:
         return self.logs / f".rank-{rank}.spare"
 
     def leave(self) -> None:
-        """Let the next run in."""
+        """Unlock the folder for the next run."""
         os.close(self.lock)
 
     def discard(self, *, shared: bool = False) -> None:
-        """Remove a new run that has nothing to show, unless its folder holds a file of the user's.
+        """Remove a new run without results, unless its folder holds a file of the user's.
 
         Args:
             shared: another rank of the run may have made the folder, and may be removing it at the same time.
@@ -180,8 +191,7 @@ class Folder:
 def enter(path: str | Path, *, resume: bool = False, token: str | None = None, wait: float = 10.0) -> Folder:
     """Create a new run's folder, or continue in an old one, and lock it against other runs.
 
-    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. It needs `flock`,
-    which Linux has on local disks and on NFS.
+    The supervisor of a run and each of its ranks enter; a second run waits until all of them have left. Needs `flock`.
 
     Args:
         path: the folder; parents are created.
@@ -251,10 +261,10 @@ def check_new(path: str | Path | None) -> None:
 
 
 def check_place(path: str | Path) -> None:
-    """Refuse early a folder that could not be made, or not be written into. Writes nothing.
+    """Refuse a folder that cannot be made or written, before a run starts. Writes nothing.
 
     Raises:
-        RunError: with the place that is in the way.
+        RunError: with the file or folder in the way.
     """
     path = expand_user(path)
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -273,26 +283,53 @@ def new_path(root: str | Path, word: str) -> Path:
     """Make an empty folder for a run: `runs/20261121-0930-zero3`, with a number behind it where that exists.
 
     Raises:
-        RunError: where none can be made.
+        RunError: for a failed attempt to make it.
     """
     stem = expand_user(root) / f"{time.strftime('%Y%m%d-%H%M')}-{word}"
-    number = 0
+    path, number = stem, 1
     while True:
-        number += 1
-        path = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
             path.mkdir(parents=True)
+            return path
         except FileExistsError:
-            continue
+            number += 1
+            path = stem.with_name(f"{stem.name}-{number}")
         except OSError as error:
             raise unmakeable(path, error.strerror) from error
-        return path
 
 
-def first_error(raised: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """Return the rank with the first error, by a monotonic clock; over several hosts by their clocks."""
-    by = "tick" if len({error["host"] for error in raised.values()}) == 1 else "time"
-    return min(raised, key=lambda rank: float(raised[rank][by]), default=None)
+def refuse_old(path: Path) -> None:
+    """Refuse to start a new run in a folder with other files than a lock and logs of ours."""
+    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
+        raise RunError(
+            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
+            "at the beginning, which begins a flag. Choose another with --run-dir."
+        )
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RunError(f"{path} is a file: expected a folder for the run. Choose another with --run-dir.")
+    if (path / "run.json").exists() or (path / "events.jsonl").exists():
+        raise RunError(f"{path} holds a run already. Choose another folder with --run-dir, or remove it.")
+    if entry := foreign_files(path):
+        raise RunError(
+            f"{path} is not empty (it has {min(entry)}): expected a new or an empty folder. "
+            "Choose another with --run-dir."
+        )
+
+
+def foreign_files(path: Path) -> set[str]:
+    """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone."""
+    ours, logs = {"run.json"}, path / "logs"
+    if is_lock(path / "lock"):
+        ours |= {"lock", "accelerate.yaml"}  # a run of ours writes it behind its lock
+    if logs.is_dir():
+        ours.add("logs")
+    names = {entry.name for entry in path.iterdir()} - ours
+    for entry in logs.iterdir() if logs.is_dir() else ():
+        if entry.is_dir() or not LOGS.fullmatch(entry.name):
+            names.add(f"logs/{entry.name}")
+    return {name for name in names if not _DRAFT.fullmatch(Path(name).name)}  # of a process that was killed
 
 
 def refuse_links(path: Path) -> None:

@@ -36,7 +36,7 @@ class Heartbeat:
     """One of `phases.PHASES`, or outside of them: `start`, `begin` (in a step, waiting), `between` (a step is done),
     `evaluate`, `wait` (for rank 0, which works alone), `ended`."""
     marks: int
-    """How often it came to another place: of ranks of one stage, the one with the fewest is behind."""
+    """Number of changes of its place: among ranks of one stage, the one with the fewest is behind."""
     stage: int = 0
     """Its pipeline stage. Ranks of different stages run different code, and their marks cannot be compared."""
     listens: bool
@@ -67,7 +67,7 @@ KINDS: Mapping[str, Any] = {"int": int, "str": str, "bool": bool, "float": int |
 """A field's type → the types of its values in JSON."""
 
 _beating: list[Beat] = []
-"""Of this process: none or one."""
+"""The heartbeat of this process: none or one."""
 
 
 @contextlib.contextmanager
@@ -99,17 +99,17 @@ class Beat:
 
     @property
     def phase(self) -> str:
-        """Where the rank is: see `Heartbeat.phase`."""
+        """The rank's place: see `Heartbeat.phase`."""
         return self._phases[-1] if self._phases else self._place
 
     def note(self, place: str, *, step: int | None = None) -> None:
-        """Say where the rank is outside of phases, and in which step."""
+        """Record the rank's place outside of phases, and its step."""
         self._place, self.marks = place, self.marks + 1
         self.step = self.step if step is None else step
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Record at once that signals are requests now, for whoever stops the run."""
+        """Record at once that this rank handles stop signals."""
         self.listens = True
         self._write()
         try:
@@ -140,7 +140,7 @@ class Beat:
         self.marks += 1
         if begins:
             self._phases.append(name)
-        elif self._phases and sys.exc_info()[1] is None:  # where an exception came from stays the rank's last place
+        elif self._phases and sys.exc_info()[1] is None:  # after an exception its phase stays the rank's last place
             self._phases.pop()
 
     def _write(self) -> None:
@@ -163,7 +163,7 @@ class Beat:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        """Write the last beat: where the rank ended, or that it finished."""
+        """Write the last beat, with the rank's last place or `ended`."""
         self._stop.set()
         self._thread.join()
         self._unobserve()

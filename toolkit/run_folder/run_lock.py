@@ -79,7 +79,7 @@ def hold(path: Path, lock: int, token: str, wait: float, validate: Callable[[], 
             continue
         if time.monotonic() >= deadline:
             raise RunError(_held_by(path, lock))
-        time.sleep(random.uniform(0.02, 0.1))  # two that ask in step would keep each other out
+        time.sleep(random.uniform(0.02, 0.1))  # two that poll at the same rate would exclude each other
 
 
 def sign(lock: int, pid: int, role: str) -> None:
@@ -161,7 +161,7 @@ def held_by_others(path: Path) -> bool:
         return False
     try:
         with contextlib.suppress(RunError):  # no flock here, where a run may have been copied to
-            if _flock(path, lock, shared=False):  # for an instant: who enters meanwhile asks again
+            if _flock(path, lock, shared=False):  # for an instant: a process that enters meanwhile retries
                 return False
         here, ours = socket.gethostname(), os.getpid()
         return any(
@@ -179,7 +179,7 @@ def still(line: Mapping[str, Any]) -> bool:
 def started(pid: int) -> str:
     """Return when a process began, in clock ticks: with it, a pid is unique.
 
-    Empty of a process that has ended and whose parent has not looked yet.
+    Empty for a zombie process.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,11 +1,11 @@
-"""How far a run is, and how it ended: read from its folder, also while it runs or after a failure."""
+"""Progress, outcome and page of a run, read from its folder, also during the run or after a failure."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,17 +13,18 @@ from statistics import median
 from typing import Any
 
 from toolkit.core.atomic_io import LINE, check_fields, open_regular, parse_event, read_json
-from toolkit.core.display import Table
+from toolkit.core.charts import Bar, bars, curve
+from toolkit.core.display import Table, markup, render
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import redact_all
 from toolkit.core.units import format_bytes, format_seconds
-from toolkit.run_folder.folder import Folder, first_error
+from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
 RECENT = 20
-"""Steps whose median is the current speed."""
+"""Steps of which the median is the current speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,13 @@ class Progress:
     bytes_per_rank: tuple[int, ...] = ()
     """Current memory of each rank: allocated on CUDA, resident on a CPU."""
     bytes_are: str = "resident"
-    """Which of the two."""
+    """`allocated` or `resident`."""
     forecast_bytes: int | None = None
     """The forecast's peak of a rank."""
     limit_bytes: int | None = None
     """The memory of a rank."""
     stall_seconds: float | None = None
-    """How long the steps have waited for checkpoints, in all; None before the first."""
+    """Total time that steps waited for checkpoints; None before the first."""
 
     def _figures(self) -> list[tuple[str, str]]:
         """Return the known figures, each with its label."""
@@ -170,19 +171,19 @@ def read_memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the status of a run that has begun, in a word, and its message."""
+    """Return the status and the message of a run that has begun."""
     beats = list(read_beats(folder.logs).values())
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        return "running", "It goes on. " + " ".join(
+        return "running", "It is running. " + " ".join(
             _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
         )
     if (message := _supervisor_message(folder, about)) is not None:
         return message
-    raised = folder.errors()
-    if (rank := first_error(raised)) is not None:
-        return "failed", f"Rank {rank} ended with {raised[rank]['type']}: {raised[rank]['message']}"
+    if raised := folder.errors():
+        rank, error = next(iter(raised.items()))
+        return "failed", f"Rank {rank} ended with {error['type']}: {error['message']}"
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped by a user."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
@@ -212,3 +213,55 @@ def _started(about: Mapping[str, Any]) -> float:
 
 def _rank_location(beat: Heartbeat) -> str:
     return f"Rank {beat.rank} was {beat.where}."
+
+
+# The page of a run -----------------------------------------------------------------------------------------------------
+
+_LOOKS = {
+    "starting": ("#92400e", "#fef3c7"),
+    "running": ("#1e40af", "#dbeafe"),
+    "finished": ("#166534", "#dcfce7"),
+    "stopped": ("#374151", "#e5e7eb"),
+    "failed": ("#991b1b", "#fee2e2"),
+}
+"""Status → its ink and its ground."""
+
+
+def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], message: str) -> str:
+    """Return HTML without scripts: headline, bar, loss curve, each rank's memory, and a table of the figures."""
+    ink, ground = _LOOKS[status]
+    return render(
+        "run",
+        name=name,
+        status=status,
+        ink=ink,
+        ground=ground,
+        progress=progress,
+        begun=progress.steps or status not in ("starting", "running"),
+        message=message,
+        pictures=[markup(_loss(steps)), markup(_memory(progress))],
+        table=markup(progress.table(name).html()),
+    )
+
+
+def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
+    if len(steps) < 2:
+        return ""
+    points = [(float(event["step"]), event["loss"]) for event in steps]
+    return curve({"loss": points}, title="Loss", x="step", y="loss")
+
+
+def _memory(progress: Progress) -> str:
+    """Draw each rank's memory next to the forecast's peak, with the limit.
+
+    The resident memory of a CPU rank includes Python and its libraries, and a forecast does not: the label names that.
+    """
+    if not progress.bytes_per_rank:
+        return ""
+    meaning = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
+    rows = [Bar(label=f"rank {rank}", parts={meaning: size}) for rank, size in enumerate(progress.bytes_per_rank)]
+    if progress.forecast_bytes:
+        rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
+    return bars(
+        rows, title="Memory of each rank", limit=progress.limit_bytes, limit_label="limit of a rank", spell=format_bytes
+    )

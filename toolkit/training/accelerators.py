@@ -19,9 +19,15 @@ from toolkit.engines.adapters import keep_packing
 from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
-from toolkit.training.accelerate_state import reset_state
-from toolkit.training.master_weights import restore_masters
-from toolkit.training.preparation import audit, broadcast_buffers, check_pair, check_uniform, models_and_optimizers
+from toolkit.engines.upstream import patched
+from toolkit.training.preparation import (
+    audit,
+    broadcast_buffers,
+    check_pair,
+    check_uniform,
+    models_and_optimizers,
+    restore_masters,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +60,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         from accelerate.state import AcceleratorState
         from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
-        reset_state(job, timeout)
         self.job = job
         self.ended = False
         self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
@@ -73,7 +78,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     num_steps=job.train_config.accumulation,
                     sync_each_batch=engine_of(job.strategy).sync_each_batch,
                 ),
-                # Batches are sharded by `data`, whose order does not depend on the number of ranks.
+                # `data` shards the batches: their order does not depend on the number of ranks.
                 dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
                 **options,
             )
@@ -205,7 +210,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         def step(optimizer: Any, closure: Any = None) -> None:
             if closure is not None:
                 raise StrategyError(
-                    "optimizer.step got a closure, whose gradients can be neither clipped nor checked before the step. "
+                    "optimizer.step got a closure: its gradients can be neither clipped nor checked before the step. "
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
@@ -248,7 +253,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Clip to `TrainConfig.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
 
         Returns:
-            The global L2 norm before clipping, over all ranks and all optimizers whose parameters it got. None in a
+            The global L2 norm before clipping, over all ranks and all optimizers of these parameters. None in a
             micro-batch that only accumulates.
 
         Raises:
@@ -321,12 +326,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             with super().no_sync(model):
                 yield
             return
-        state = self.gradient_state
-        before, state.sync_gradients = state.sync_gradients, False
-        try:
+        with patched(self.gradient_state, sync_gradients=False):
             yield
-        finally:
-            state.sync_gradients = before
 
 
 def _is_finite(norm: torch.Tensor | None) -> bool:

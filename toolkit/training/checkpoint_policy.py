@@ -40,10 +40,7 @@ class CheckpointPolicy:
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step by its number."""
-        every = self.run.config.save_every
-        return self.writer is not None and (
-            step == self.run.job.train_config.steps or (every > 0 and step % every == 0)
-        )
+        return self.writer is not None and self.run.is_due(step, self.run.config.save_every)
 
     def step_done(self, step: Step) -> None:
         """Write a checkpoint if one is due. After the last step and before a stop it is published when this returns."""

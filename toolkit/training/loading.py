@@ -14,13 +14,14 @@ from toolkit.engines.adapters import (
     adapt,
     check_quantized,
     keep_packing,
+    mark_experts,
+    pack_experts,
     quantization,
     quantized_weights,
     read_dtype,
     require_libraries,
 )
 from toolkit.engines.base import engine_environment, engine_of
-from toolkit.engines.experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the model and tokenizer of the Accelerator's job, ready for an optimizer and `prepare`.
 
-    The model is in train mode with its KV cache off, in the dtypes, attention and activation checkpointing that were
-    asked for, with an adapter where one was. What was done is printed by the main process, a line each.
+    The model is in train mode with its KV cache off. Dtypes, attention, activation checkpointing and adapter are the job's.
+    The main process prints a line for each.
 
     Args:
         accelerator: from `toolkit.accelerator(strategy, train_config, spec)`.
@@ -54,7 +55,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         StrategyError: for an Accelerator made without a spec, and for a model without activation checkpointing.
         StrategyMismatch: where transformers chose another attention.
         ModelError: for weights or a tokenizer that are missing, do not fit, or would mostly stay unquantized.
-        MissingLibrary: for an adapter whose library is not installed.
+        MissingLibrary: for an adapter without its library.
     """
     job = job_of(accelerator)
     spec = job.spec
@@ -89,7 +90,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
 
 
 class Reader:
-    """The ways to read a checkpoint's weights, of which `Engine.load_model` takes one."""
+    """Ways to read a checkpoint's weights. `Engine.load_model` chooses one."""
 
     def __init__(self, job: Job, accelerator: Accelerator) -> None:
         self.job, self.spec, self.accelerator = job, cast("ModelSpec", job.spec), accelerator
@@ -182,7 +183,7 @@ class Reader:
         return model
 
     def _complete(self, model: Any, conversions: list[Any]) -> None:
-        """Freeze what text does not pass through, in the compute dtype as the weights under an adapter; prepare saving."""
+        """Freeze the parameters outside the text part, in the compute dtype; prepare saving."""
         freeze(model, self.spec)
         for parameter in model.parameters():
             if not parameter.requires_grad and self.job.strategy.adapter == "none":
@@ -244,7 +245,7 @@ def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def _copy_from_file(model: nn.Module) -> None:
-    """On CPU ranks, copy tensors that are views of the mapped file into memory that torch allocates.
+    """Copy views of the mapped file into memory that torch allocates, on CPU ranks.
 
     They take memory as soon as the optimizer writes them; only torch's allocator, and so every measurement, would miss it.
     """
@@ -284,7 +285,7 @@ def _check(job: Job, model: PreTrainedModel) -> None:
     kernel = model.config.get_text_config()._attn_implementation
     if kernel != ATTENTIONS[job.strategy.attention].transformers:
         raise StrategyMismatch(
-            f"attention {job.strategy.attention!r} was asked for, and {spec.architecture} was loaded with {kernel!r}."
+            f"attention {job.strategy.attention!r} was requested, but {spec.architecture} was loaded with {kernel!r}."
         )
     whole = sorted(packed_names(spec, job.strategy.adapter) - quantized_weights(model).keys())
     if whole:

@@ -1,4 +1,4 @@
-"""`StepLog`, and `log()` for a loop of your own: a line a step in `events.jsonl`."""
+"""The numbers of a run: `StepLog`, `evaluate()`, and `log()` for a loop of your own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,13 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
-from toolkit.training.loop import Step
+from toolkit.engines.base import engine_of
+from toolkit.engines.records import Prepared
+from toolkit.training.loop import Step, shifted, trained_tokens
 from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
+    from toolkit.training.loop import Batch
     from toolkit.training.rank_run import RankRun
 
 RUN_DIR = "TOOLKIT_RUN_DIR"
@@ -27,6 +31,9 @@ RUN_DIR = "TOOLKIT_RUN_DIR"
 _STARTED = time.perf_counter()
 OURS = ("bytes", "attempt", "samples", "skipped")
 """Keys of `events.jsonl` that no figure may use."""
+
+STOP_EVERY = 4
+"""Batches of an evaluation between two looks at the stop signal of all ranks."""
 
 _last_log: dict[str, float] = {}
 _signals = StopSignal()
@@ -59,6 +66,36 @@ class StepLog:
             self._bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
         if step.step == self._steps or step.stops:
             self._bar.close()
+
+
+def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> float | None:
+    """Return the mean cross-entropy in nats over all trained tokens of all ranks' batches. A collective.
+
+    Args:
+        prepared: model and optimizer after `prepare`.
+        loader: this rank's batches; every rank has equally many.
+        stop: called before every fourth batch, where the host waits for the device. Where any rank's returns true, the
+            result is None.
+    """
+    import torch
+
+    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
+    sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
+    prepared.model.eval()
+    for number, batch in enumerate(loader):
+        if number % STOP_EVERY == 0 and (stopped := on_any_rank(stop())):
+            break
+        batch = shifted(batch, prepared)
+        sums[0] += sum(engine.evaluate(prepared, [batch]))
+        sums[1] += trained_tokens(batch)
+    prepared.model.train()
+    if stopped:
+        return None
+    coordinates = job.coordinates(accelerator.process_index)
+    if coordinates.tp or coordinates.pp:  # another rank of the group counts the same rows
+        sums.zero_()
+    total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+    return float(total / tokens) if tokens else math.nan
 
 
 def log(step: int, *, steps: int | None = None, **values: float) -> None:

@@ -1,4 +1,4 @@
-"""Out of memory: recognised, put into figures, and met by the smallest change that could fit."""
+"""Messages for ranks that ran out of memory: figures, and the smallest change that could fit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from toolkit.run_folder.run_json import read_run_json
 _REQUEST = re.compile(r"tried to allocate ([\d.,]+) ?([KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
 
 OF_OWN_CODE = {"sharding", "offload"}
-"""Changes that reach a script, module or function of the user's: its batch and its model are its own."""
+"""Changes that apply to a user's own script, module or function. Batch and model belong to its code."""
 
 
 def out_of_memory(error: BaseException, folder: Folder, beat: Heartbeat) -> OutOfMemory:
-    """Return a rank's message for an error that `is_out_of_memory`: figures, and what to change."""
+    """Return a rank's message for an out-of-memory error: figures, and the change to make."""
     size = None
     if match := _REQUEST.search(str(error)):  # torch gives bytes on the host, and larger units on a device
         in_bytes = match[2].lower() == "bytes"
@@ -84,7 +84,7 @@ def _process_usage() -> str:
 
 def advice(folder: Folder, beat: Heartbeat | None) -> str:
     """Return the smallest change that could fit, as a command that resumes the run."""
-    return value_or("What to change is not known: run.json cannot be read.", _advice, folder, beat)
+    return value_or("No change can be proposed: run.json cannot be read.", _advice, folder, beat)
 
 
 def _advice(folder: Folder, beat: Heartbeat | None) -> str:
@@ -107,7 +107,7 @@ def _advice(folder: Folder, beat: Heartbeat | None) -> str:
 
 
 def _resume_command(folder: Folder, target: Mapping[str, Any] | None, change: Mapping[str, Any]) -> str:
-    """Return what resumes a run with a change; for a function, a line of Python."""
+    """Return the command that resumes a run with a change; for a function, a line of Python."""
     if target is not None and target["kind"] == "function":
         words = ", ".join(f"{name}={value!r}" for name, value in change.items())
         return f"`tk.resume({str(folder.path)!r}, {target['name']}, {words})`, or a smaller micro-batch in it"

@@ -1,4 +1,4 @@
-"""All that can be known, and refused, before an engine is set up or a process started: model, job, weights, tokens."""
+"""Preflight checks before any process starts: model, job, weights and data."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from toolkit.data import (
     sample_ids,
 )
 from toolkit.devices.machine import Device, Hardware, hardware
-from toolkit.engines import cpu
 from toolkit.engines.adapters import check_quantized, require_libraries
 from toolkit.engines.job import Job, resolve
+from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.forecasting import Forecast, forecast_job
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
 from toolkit.training.setup import check_trackers
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
-"""Libraries whose versions `run.json` records."""
+"""Libraries. `run.json` records their versions."""
 
 PREPARED = "TOOLKIT_PREPARED_DATA"
-"""The environment variable in which the parent tells its ranks which rows to open."""
+"""The environment variable with the rows that the parent prepared for its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """All that can be known, and refused, before an engine is set up or a process started."""
+    """The model, data and forecast of a run, known before an engine is set up."""
 
     job: Job
     tokenizer: Any
     rows: Rows
     eval_rows: Rows | None
     forecast: Forecast | None = None
-    """The run's forecast; None if it was not requested or cannot be made."""
+    """The run's forecast; None without one."""
     unforecast: str | None = None
-    """Why it cannot be."""
+    """The reason for a missing forecast."""
     notes: tuple[str, ...] = ()
-    """Which files of a folder are the data, and which are left out."""
+    """The files of a folder that are data, and the files that are left out."""
 
     @property
     def rank_environment(self) -> dict[str, str]:
@@ -102,10 +102,10 @@ def run_preflight(
         prepared: in a rank, the value of `PREPARED`.
 
     Raises:
-        ToolkitError: for everything that would stop the run: strategy, model, weights, data.
+        ToolkitError: for a strategy, model, weights or data that cannot run.
     """
     if device.kind == "cpu":
-        cpu.set_deepspeed_cpu()
+        set_deepspeed_cpu()
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes = json.loads(prepared) if prepared else ({}, [])
@@ -155,12 +155,12 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
 def random_model(folder: str | Path, config: Any) -> str:
     """Write a folder like one from the Hub: random weights of a transformers config, drawn from seed 0, and the embedded tokenizer.
 
-    For trying things out at any shape and without a network. The vocabulary has to hold the tokenizer's 4,096 tokens.
+    Use it to test any shape without a network. The vocabulary needs at least the tokenizer's 4,096 tokens.
     """
     import torch
 
     if hardware().device.kind == "cpu":
-        cpu.set_deepspeed_cpu()
+        set_deepspeed_cpu()
     auto = auto_class(describe(config))
     with torch.random.fork_rng(devices=[]), quiet_bars(shown=False):
         torch.default_generator.manual_seed(0)

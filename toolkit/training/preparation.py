@@ -1,11 +1,11 @@
-"""`prepare()`: the `accelerator.prepare` call. `audit()`: its result compared with the request."""
+"""`prepare()`: the `accelerator.prepare` call, exact fp32 masters, and the audit of the result."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.parallelism import count_ranks
 from toolkit.core.display import Result, Table
@@ -14,20 +14,24 @@ from toolkit.core.units import format_bytes
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, StateMemory, job_of
+from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import read_pretrained
+from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
 TOLERANCE = 0.02
-"""Of audited against accounted bytes: what padding and alignment may add."""
+"""The largest difference of measured and expected bytes, as a share: padding and alignment add some."""
 
 PARTS = ("trainable", "frozen", "master", "optimizer")
 """The states of a rank, as `StateMemory` names them."""
 
 SLACK = 16 * 1024
-"""Bytes below which a difference says nothing: a model of a few tensors is mostly padding."""
+"""Bytes of a difference that is ignored: a model of a few tensors is mostly padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class Audit(Result):
     ranks: int
     measured: StateMemory
     expected: StateMemory | None
-    """None where the job has no spec, or the model trains other parameters: there is no account then."""
+    """None for a job without a spec, and for a model that trains other parameters."""
 
     def tables(self) -> list[Table]:
         def cell(state: StateMemory | None, part: str) -> str:
@@ -104,6 +108,68 @@ def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         raise StrategyMismatch(f"prepare got {given}. Give both in one call: the engine needs them together.")
 
 
+def restore_masters(prepared: Prepared) -> None:
+    """Write the checkpoint's fp32 values into the masters. Check masters and compute copies bit by bit.
+
+    An engine with separate masters makes them from weights that were already rounded to the compute dtype (DeepSpeed's
+    bf16 and fp16). Where the checkpoint holds more than that dtype can say, rank 0 reads it again, tensor by tensor,
+    and broadcasts each. An adapter's first values are no checkpoint's, and were rounded when they were drawn.
+
+    Raises:
+        StrategyMismatch: where a master is not the checkpoint's value, or a compute copy not the rounded master.
+    """
+    masters: dict[str, list[Part]] = {}
+    copies: dict[str, list[Part]] = {}
+    for shard in engine_of(prepared.job.strategy).shards(prepared):
+        {MASTER: masters, PARAMETER: copies}.get(shard.kind, {}).setdefault(shard.name, []).extend(parts(shard))
+    for name, whole in _exact_weights(prepared) if _may_be_rounded(prepared.job) else ():
+        source = [(whole_box(whole.shape), whole)]
+        copy(source, masters.get(name, []))
+        _check_bits(name, source, masters.get(name, []))
+    for name, master in masters.items():
+        _check_bits(name, master, copies.get(name, []))
+
+
+def _may_be_rounded(job: Job) -> bool:
+    """Return whether the engine keeps masters of the checkpoint's weights in another dtype than the weights."""
+    dtypes = engine_of(job.strategy).expected_state(job).dtypes if job.spec is not None else {}
+    return "master" in dtypes and dtypes["master"] != dtypes["trainable"] and job.strategy.adapter == "none"
+
+
+def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the fp32 values of each trained parameter on every rank; none where no tensor was cast while it was read.
+
+    A tensor at a time where the files use the model's own names. Where transformers converts them (fused experts), rank 0
+    reads the model whole into host memory.
+    """
+    import torch
+    from accelerate.utils import broadcast
+
+    accelerator, spec = prepared.accelerator, cast("ModelSpec", prepared.job.spec)
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters if spec.trains(parameter.name)}
+    weights = StreamedWeights.of_shapes(accelerator, spec, shapes)
+    if weights is not None:
+        rounded = set(weights.dtypes.values()) != {prepared.job.compute_dtype}
+        yield from ((name, weights.share(name).float()) for name in (shapes if rounded else ()))
+        return
+    whole: dict[str, torch.Tensor] = {}
+    if accelerator.is_main_process:
+        whole.update(read_pretrained(spec, spec.source, dtype=torch.float32).named_parameters())
+    for name, shape in shapes.items():
+        tensor = whole[name].detach() if whole else torch.empty(shape)
+        yield name, cast("torch.Tensor", broadcast(tensor.to(accelerator.device).contiguous(), from_process=0))
+
+
+def _check_bits(name: str, sources: list[Part], targets: list[Part]) -> None:
+    """Check bit by bit that targets are the sources in their own dtype, wherever this rank holds both."""
+    import torch
+
+    for exact, value in overlaps(sources, targets):
+        pair = exact.to(value.device, value.dtype), value
+        if not torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in pair)):
+            raise StrategyMismatch(f"{name} in {value.dtype} is not its value in {exact.dtype}, rounded.")
+
+
 def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = True) -> Audit:
     """Compare what this rank holds with the request.
 
@@ -156,7 +222,7 @@ def _differences(actual: StateMemory, expected: StateMemory, *, stepped: bool) -
 
 
 def _trains_other(prepared: Prepared) -> str | None:
-    """Return how trained parameters differ from the spec's. None for equal names, or with an adapter."""
+    """Return the difference of trained parameters and the spec's. None for equal names, or with an adapter."""
     job = prepared.job
     if job.spec is None or job.strategy.adapter != "none":
         return None

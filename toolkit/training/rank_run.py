@@ -1,4 +1,4 @@
-"""`RankRun`: what one rank of a run needs around its training steps: folder, checkpoints, measurement, export."""
+"""`RankRun`: the work of one rank around its training steps: folder, checkpoints, evaluation, measurement, export."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from toolkit.checkpoints import (
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.atomic_io import write_json
+from toolkit.core.atomic_io import read_events, write_json
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import StopSignal
-from toolkit.data import spell_samples
+from toolkit.data import eval_batches, spell_samples
 from toolkit.devices.machine import hardware
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
@@ -37,8 +37,7 @@ from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import supervised
 from toolkit.training.checkpoint_policy import CheckpointPolicy
-from toolkit.training.evaluation import Evaluator
-from toolkit.training.metrics import StepLog
+from toolkit.training.metrics import StepLog, evaluate
 from toolkit.training.preflight import PREPARED, run_preflight, versions, with_forecast
 from toolkit.training.preparation import Audit, audit
 from toolkit.training.resumption import (
@@ -49,7 +48,7 @@ from toolkit.training.resumption import (
     record_attempt,
     resume_hint,
 )
-from toolkit.training.setup import accelerator, seed_everything
+from toolkit.training.setup import accelerator, on_any_rank, seed_everything
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -117,7 +116,7 @@ class RankRun:
             self.preflight = with_forecast(self.preflight, self.config, self.machine)
 
     def make_accelerator(self) -> Accelerator:
-        """Make the run's Accelerator, seed this rank, and print what will be trained."""
+        """Make the run's Accelerator, seed this rank, and print the headline of the run."""
         self.accelerator = accelerator(
             self._strategy,
             self._train_config,
@@ -172,8 +171,9 @@ class RankRun:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM stop the run after its current step."""
+        """Let SIGINT and SIGTERM stop the run after its current step. Open the progress bar."""
         self.beat.note("between", step=self.start)
+        self._log = StepLog(self)
         with self.stop, self.beat.listening():
             yield
 
@@ -182,7 +182,7 @@ class RankRun:
         return self.stop.number is not None
 
     def checkpoint_policy(self, prepared: Prepared, schedule: Any) -> CheckpointPolicy:
-        """Return what decides after each step whether a checkpoint is due."""
+        """Return the policy that decides after each step whether a checkpoint is due."""
         config, writer = self.config, None
         if config.checkpoints:
             place = self.folder.checkpoints, self.identity
@@ -191,13 +191,43 @@ class RankRun:
             )
         return CheckpointPolicy(self, writer)
 
-    def evaluator(self, prepared: Prepared) -> Evaluator:
-        """Return what evaluates the run on its held-out data."""
-        return Evaluator(self, prepared)
+    def is_due(self, step: int, every: int) -> bool:
+        """Return whether work of every `every` steps is due after this one. The last step always counts; 0 is never."""
+        return step == self.job.train_config.steps or (every > 0 and step % every == 0)
 
-    def step_log(self) -> StepLog:
-        """Return what writes each step into `events.jsonl` and on the progress bar."""
-        return StepLog(self)
+    def evaluation_due(self, step: int) -> bool:
+        """Return whether the run evaluates after this step."""
+        return self.preflight.eval_rows is not None and self.is_due(step, self.config.eval_every)
+
+    def missed_evaluation(self) -> bool:
+        """Return whether an earlier attempt was stopped between its last step and the evaluation. A collective."""
+        if not self.start or not self.evaluation_due(self.start):
+            return False
+        lines = (line for line in read_events(self.folder.events) if "eval_loss" in line)
+        return not on_any_rank(any(line["step"] == self.start for line in lines))
+
+    def evaluate(self, prepared: Prepared, step: int) -> bool:
+        """Record the mean loss over all held-out rows. Return False where a signal interrupted it. A collective."""
+        assert self.preflight.eval_rows is not None, "nothing is due without data"
+        self.beat.note("evaluate")
+        batches = eval_batches(
+            self.preflight.eval_rows,
+            micro_batch=self.job.train_config.micro_batch,
+            dp_rank=self.job.coordinates(self.rank).dp_rank,
+            dp_size=self.job.parallelism.dp_size,
+            attention=self.job.strategy.attention,
+        )
+        loss = evaluate(prepared, batches, self.stop_received)
+        if loss is None:
+            self.accelerator.print(f"step {step}: evaluation left out because the run stops")
+            return False
+        if self.accelerator.is_main_process:
+            self.folder.append_event({"step": step, "attempt": self.attempt, "eval_loss": loss})
+        if self.config.tracker:
+            self.accelerator.log({"eval_loss": loss}, step=step)
+        self.accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
+        self.beat.note("between")
+        return True
 
     def may_read_late(self, step: int) -> bool:
         """Return whether the numbers of a step may be read when the next one runs: not while memory is measured."""
@@ -208,11 +238,12 @@ class RankRun:
         self.beat.note("begin", step=step)
 
     def on_step_end(self, prepared: Prepared, step: Step) -> None:
-        """Note that a step is done. Audit gradients and moments after the first step that fp16's scaler does not skip.
+        """Record a step. Audit gradients and moments after the first step that fp16's scaler does not skip.
 
         Raises:
             StrategyMismatch: where they differ from the request.
         """
+        self._log.record(step)
         self.beat.note("between", step=step.step)
         self.window.step_done(step.step)
         if self._audit is None and not step.skipped:

@@ -157,7 +157,7 @@ def commit_attempt(folder: Folder, description: Mapping[str, Any], start: int) -
 
 
 def resume_hint(folder: Folder) -> str:
-    """Return what a stopped run has left, and the command that continues it, in a sentence or two."""
+    """Return the state of a stopped run, and the command that continues it."""
     if not folder.run_json.exists():
         return "It had not begun, and there is nothing to continue."
     recorded = read_run_json(folder.path)
@@ -176,7 +176,7 @@ def resume_hint(folder: Folder) -> str:
 
 
 def finished(path: Path, recorded: Mapping[str, Any], train_config: TrainConfig) -> str | None:
-    """Return a sentence where a finished run has no steps left, else None.
+    """Return a sentence for a finished run without remaining steps, else None.
 
     Raises:
         RunError: as `check_not_repeated`.
@@ -195,7 +195,7 @@ def finished(path: Path, recorded: Mapping[str, Any], train_config: TrainConfig)
 
 
 def check_not_repeated(path: Path, recorded: Mapping[str, Any], start: int) -> None:
-    """Refuse to train a finished run again from step 0, which would replace its steps and its export.
+    """Refuse to train a finished run from step 0: it would replace steps and export.
 
     Args:
         path: of the run.

@@ -1,33 +1,39 @@
-"""Turn the launch environment and the Strategy into one `accelerate.Accelerator`, or refuse."""
+"""`accelerator()`: the Accelerator of a Strategy on the launched ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config.flags import differing, flag, from_dict
 from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.devices.machine import Hardware, hardware
-from toolkit.engines import process_exit
 from toolkit.engines.base import all_engines, engine_for
-from toolkit.engines.job import default_ranks, resolve
+from toolkit.engines.job import Job, default_ranks, resolve
 from toolkit.engines.records import job_of
 from toolkit.engines.timeouts import pg_timeout
+from toolkit.engines.upstream import wait_at_exit
 from toolkit.models import ModelSpec
 from toolkit.training.accelerators import accelerator_class
 
 if TYPE_CHECKING:
+    from datetime import timedelta
     from pathlib import Path
 
     from accelerate import Accelerator
 
+T = TypeVar("T")
 job = job_of
+
+_accelerators = 0
+"""Accelerators of this process; equally many on every rank."""
 
 STRATEGY = "TOOLKIT_STRATEGY"
 """The environment variable with the fields of a Strategy that an Accelerate config file cannot hold, as JSON."""
@@ -65,14 +71,65 @@ def accelerator(
     trackers = check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, ranks_sharing_devices(os.environ))
-    accelerator_: Accelerator = accelerator_class()(
-        resolve(requested, config, spec, ranks, machine.device),
-        None if timeout is None else pg_timeout(timeout),
-        log_with=trackers or None,
-        project_dir=project_dir,
+    resolved = resolve(requested, config, spec, ranks, machine.device)
+    limit = None if timeout is None else pg_timeout(timeout)
+    _reset_state(resolved, limit)
+    wait_at_exit()
+    result: Accelerator = accelerator_class()(resolved, limit, log_with=trackers or None, project_dir=project_dir)
+    return result
+
+
+def _reset_state(job: Job, timeout: timedelta | None) -> None:
+    """Forget Accelerate's state of an Accelerator that was ended or dropped: Accelerate keeps one state a process.
+
+    Accelerators of one process each share a state where sharding, precision and accumulation are equal.
+
+    Raises:
+        RunError: where the last Accelerator is still in use.
+    """
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+
+    global _accelerators
+    if (owners := AcceleratorState._shared_state.get("owners")) is not None:
+        if any(not owner.ended for owner in owners):
+            gc.collect()  # a dropped Accelerator is part of reference cycles
+        if used := next((owner.job for owner in owners if not owner.ended), None):
+            new, old = (
+                (each.strategy.sharding, each.strategy.precision, each.train_config.accumulation)
+                for each in (job, used)
+            )
+            if new == old and job.strategy.single_process:
+                return
+            raise RunError(
+                f"this process already has an Accelerator, with sharding {old[0]!r}, precision {old[1]!r} and "
+                f"accumulation {old[2]}, and Accelerate keeps one state a process. Call its end_training() first."
+            )
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+    if _accelerators and not job.strategy.single_process and "RANK" in os.environ and not dist.is_initialized():
+        _init_group(job, timeout)
+    _accelerators += 1
+
+
+def _init_group(job: Job, timeout: timedelta | None) -> None:
+    """Make this process's next process group; Accelerate and DeepSpeed use it as it is.
+
+    The launcher's store still has the addresses of ended groups, and torch gives every group the same name, which
+    DTensor's caches need. A prefix keeps their keys apart.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    backend = "gloo" if job.device.kind == "cpu" else "nccl" if job.strategy.offload == "none" else "cuda:nccl,cpu:gloo"
+    store, rank, size = next(iter(rendezvous("env://")))
+    dist.init_process_group(
+        backend, store=PrefixStore(f"accelerator-{_accelerators}", store), rank=rank, world_size=size, timeout=timeout
     )
-    process_exit.install()
-    return accelerator_
 
 
 def check_ranks(hardware: Hardware, ranks: int) -> None:
@@ -123,7 +180,7 @@ def check_trackers(names: str | None) -> list[str]:
 
     Raises:
         StrategyError: for an unknown name, with the nearest one.
-        MissingLibrary: for a tracker whose library is not installed.
+        MissingLibrary: for a tracker without its library.
     """
     trackers = [name.strip() for name in (names or "").split(",") if name.strip()]
     if not trackers:
@@ -183,8 +240,7 @@ def agree(
         fields["sharding"] = sharding_word(fields["sharding"])
     if bound is None:
         bound = launched(environ, fields.get("sharding"), fields.get("tp"))
-    _check_agreement(fields, bound)
-    return from_dict(Strategy, {**bound, **fields})
+    return _merge(Strategy, fields, bound)
 
 
 def agree_train_config(requested: TrainConfig | Mapping[str, Any] | None, environ: Mapping[str, str]) -> TrainConfig:
@@ -197,19 +253,19 @@ def agree_train_config(requested: TrainConfig | Mapping[str, Any] | None, enviro
     bound: dict[str, Any] = {}
     for engine in all_engines():
         bound |= engine.train_config_from_env(environ)
-    _check_agreement(fields, bound)
-    return from_dict(TrainConfig, {**bound, **fields})
+    return _merge(TrainConfig, fields, bound)
 
 
-def _check_agreement(fields: Mapping[str, Any], bound: Mapping[str, Any]) -> None:
+def _merge(owner: type[T], fields: Mapping[str, Any], bound: Mapping[str, Any]) -> T:
+    """Return a configuration of requested fields and those of the launch environment. Refuse different values."""
     for name, value in fields.items():
         if name in bound and bound[name] != value:
-            ours = any(field.name == name for field in dataclasses.fields(Strategy))
-            hint = f" (`toolkit config {flag(name)} {value}` writes it)" if ours else ""
+            hint = f" (`toolkit config {flag(name)} {value}` writes it)" if owner is Strategy else ""
             raise StrategyError(
                 f"{name} {value!r} was requested, but the Accelerate launch environment has {bound[name]!r}. "
                 f"Give `accelerate launch` a config file with {name} {value!r}{hint}, or leave the flag out."
             )
+    return from_dict(owner, {**bound, **fields})
 
 
 def seed_everything(accelerator: Accelerator) -> None:

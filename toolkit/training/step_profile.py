@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any, cast
@@ -22,6 +22,7 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import hardware
 from toolkit.engines.ledger import PARTS
 from toolkit.engines.records import Prepared, on_device
+from toolkit.engines.upstream import patched
 from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
 from toolkit.measurement.window import STEPS
@@ -82,7 +83,7 @@ class StepProfile(Result):
 
     @property
     def seconds(self) -> float:
-        """The median step behind the memory window, which slows what lies in it; of all steps where none lies behind it."""
+        """The median step after the memory window, which slows its own steps; of all steps in a shorter profile."""
         seconds = [step.seconds for step in self.steps]
         return statistics.median(seconds[STEPS:] or seconds)
 
@@ -119,7 +120,7 @@ class StepProfiles(Result):
     """The first one's speed forecasts the others' seconds where the catalog does not know the device's."""
 
     def forecast_seconds(self, name: str) -> float | None:
-        """A step's, by the roofline; without one by the first trial's operations a second, as `calibrate` does, and not its own."""
+        """Return the seconds of a step by the roofline, else by the first trial's operations a second. None for the first one."""
         first, forecast = next(iter(self.trials.values())), self.trials[name].forecast
         if forecast.timing is not None:
             return forecast.timing.step_seconds
@@ -218,17 +219,13 @@ def _separate_accelerate_state() -> Iterator[None]:
     import torch
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    owners = (PartialState, AcceleratorState, GradientState)
-    before = [dict(owner._shared_state) for owner in owners]
     gc.collect()  # only what is allocated within the window may be freed in it
-    for owner in owners:
-        owner._shared_state.clear()
     try:
-        yield
+        with ExitStack() as states:
+            for owner in (PartialState, AcceleratorState, GradientState):
+                states.enter_context(patched(owner, _shared_state={}))
+            yield
     finally:
-        for owner, state in zip(owners, before, strict=True):
-            owner._shared_state.clear()
-            owner._shared_state.update(state)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import ceil_div
-from toolkit.engines.experts import packed_experts
+from toolkit.engines.adapters import packed_experts
 from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
@@ -27,7 +27,7 @@ FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 
 class StreamedWeights:
-    """The weights of a checkpoint whose files hold each under the model's own name."""
+    """The weights of a checkpoint with the model's own names in its files."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StreamedWeights:
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
         self._packing: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
-        """A parameter → the tensors of the files whose rows, one below the other, make it up, where it is not itself."""
+        """A parameter → the tensors of the files that are joined along their rows to make it."""
         self._code: torch.Tensor | None = None
         self.closed = False
 
@@ -69,14 +69,14 @@ class StreamedWeights:
             slices = {name: files[name].get_slice(name) for name in shapes}
             dtypes = {name: SAFETENSORS_DTYPES.get(part.get_dtype(), "") for name, part in slices.items()}
             same = all(tuple(slices[name].get_shape()) == shape for name, shape in shapes.items())
-            return dtypes if same and set(dtypes.values()) <= FLOATS else None  # 8-bit weights have scales beside them
+            return dtypes if same and set(dtypes.values()) <= FLOATS else None  # 8-bit weights have scales of their own
 
         dtypes = on_main(accelerator, read_dtypes)
         return None if dtypes is None else cls(accelerator, spec, files, dtypes, shapes)
 
     @classmethod
     def of_model(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
-        """Open the files of a model whose weights have shapes and no values, and fill its buffers. As `of_shapes`."""
+        """Open the files of an empty model, and fill its buffers. As `of_shapes`."""
         buffers = persistent_buffers(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *buffers.items())}
         packed = {name: module for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
@@ -144,7 +144,7 @@ class StreamedWeights:
         """Read every parameter of a model, whole on every rank, and close the files. A collective.
 
         Args:
-            model: whose `streamed_weights` these are.
+            model: the owner of these `streamed_weights`.
             then: is called with each parameter as soon as it has its values.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}

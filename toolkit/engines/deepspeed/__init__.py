@@ -16,11 +16,8 @@ from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.units import round_up
 from toolkit.devices.machine import Device
 from toolkit.engines.base import read_precision
-from toolkit.engines.deepspeed.build import announce_build, free_builds
-from toolkit.engines.deepspeed.simulation import (
-    ZeroForecast,
-)
-from toolkit.engines.deepspeed.state import ZeroState
+from toolkit.engines.deepspeed.simulation import ZeroForecast
+from toolkit.engines.deepspeed.state import ZeroState, announce_build, free_builds
 from toolkit.engines.deepspeed.user_config import read_environment
 from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
@@ -43,6 +40,8 @@ on two gloo ranks ZeRO-3 then trains at 0.4 of the speed, for 4 MiB less."""
 class DeepSpeed(ZeroForecast, ZeroState):
     """`zero1`, `zero2` and `zero3`."""
 
+    scales_on_cpu = True
+
     def settings(self, job: Job) -> dict[str, Any]:
         """Return DeepSpeed's configuration, word for word.
 
@@ -57,14 +56,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
                 f"offload {strategy.offload!r} cannot run in precision {strategy.precision!r} under DeepSpeed. "
                 "Choose precision 'bf16', or offload 'none'."
             )
-        accumulates = _grad_accum_dtype(job)
-        if job.precision.scaled and job.precision.accelerate not in device.dtypes:
-            raise StrategyError(
-                f"sharding {strategy.sharding!r} cannot train in precision {strategy.precision!r} "
-                f"on {device.name}, which does not compute it"
-                + (" (a processor needs avx512_fp16)" if device.kind == "cpu" else "")
-                + ". Choose precision 'bf16'."
-            )
+        sum_dtype = _grad_accum_dtype(job)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": train_config.micro_batch,
             "gradient_accumulation_steps": train_config.accumulation,
@@ -80,7 +72,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
         if job.precision.mixed:
             # Reduce in fp32, as DDP and FSDP do here; the default is the compute dtype.
             config["communication_data_type"] = "fp32"
-            config["data_types"] = {"grad_accum_dtype": accumulates}
+            config["data_types"] = {"grad_accum_dtype": sum_dtype}
         if pure:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         if strategy.offload != "none" and device.kind == "cpu":
@@ -123,9 +115,9 @@ class DeepSpeed(ZeroForecast, ZeroState):
         # torch 2.13 renamed collectives that DeepSpeed calls, and warns at every call site on every rank.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         config = copy.deepcopy(dict(job.settings))
-        chosen = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=stage_of(job.strategy) == 3)
+        plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=stage_of(job.strategy) == 3)
         return {
-            "deepspeed_plugin": chosen,
+            "deepspeed_plugin": plugin,
             "mixed_precision": job.precision.accelerate,
             "kwargs_handlers": handlers(timeout, "gloo" if job.device.kind == "cpu" else None),
         }
@@ -133,7 +125,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
     def environment(self, job: Job) -> dict[str, str | None]:
         """Return a path with ninja, which DeepSpeed calls by name; it lies next to this interpreter.
 
-        The launcher's own fields would be refused beside a configuration that is given whole.
+        Accelerate refuses the launcher's own fields together with a whole configuration.
         """
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         return {"PATH": path, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": None}
@@ -186,7 +178,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
         dtype = accumulation_dtype(job)
         if not job.precision.mixed or dtype == "float32":
             return note
-        return f"{note}; gradients add up in {dtype}, whose {BITS[dtype]} bits round the sum after each micro-batch"
+        return f"{note}; gradients add up in {dtype}: {BITS[dtype]} bits round the sum after each micro-batch"
 
     def loading_note(self, job: Job) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""

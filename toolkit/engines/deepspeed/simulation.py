@@ -12,7 +12,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, copies, partitioned, stage_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.simulation import Simulation, host_transfers
+from toolkit.engines.simulation import Simulation, gathers, host_transfers
 from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of, trained_elements
 
 ALIGNMENT = 2
@@ -79,26 +79,27 @@ class ZeroForecast(Engine):
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return reduce-scatters and all-gathers: each sends (N - 1)/N of the tensors (Rajbhandari et al. 2020, section 7)."""
-        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
+        ranks, micro = job.parallelism.shard_size, job.train_config.accumulation
         share, stage = (ranks - 1) / ranks, stage_of(job.strategy)
-        compute = BYTES_OF[job.compute_dtype]
         trained = trained_elements(job)
         reduced = share * trained * BYTES_OF[job.precision.reduce]
         if stage < 3:
             during = "backward" if job.settings["zero_optimization"]["overlap_comm"] else "nothing"
-            sent = [
+            transfers = [
                 Transfer(reduced, 1 if stage == 1 else micro, during, "ring", "gradients, reduce-scattered"),
-                Transfer(share * trained * compute, 1, "nothing", "ring", "updated parameters, all-gathered"),
+                Transfer(
+                    share * trained * BYTES_OF[job.compute_dtype],
+                    1,
+                    "nothing",
+                    "ring",
+                    "updated parameters, all-gathered",
+                ),
                 through_buckets(job),
             ]
         else:
-            whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
-            sent = [
-                Transfer(share * whole, micro, phase, "ring", f"parameters, all-gathered for the {phase}")
-                for phase in ("forward", "backward")
-            ]
-            sent.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
-        return [*sent, *host_transfers(job, gradients_to_host(job))]
+            transfers = gathers(job)
+            transfers.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        return [*transfers, *host_transfers(job, gradients_to_host(job))]
 
 
 def _adds_on_device(job: Job) -> bool:
@@ -117,15 +118,15 @@ def gradients_to_host(job: Job) -> list[Transfer]:
     zero, micro = job.settings["zero_optimization"], job.train_config.accumulation
     trained = trained_elements(job) / job.parallelism.shard_size
     during = "backward" if zero["overlap_comm"] else "nothing"
-    sent = [Transfer(trained * BYTES_OF[job.weight_dtype], 1, during, "host", "gradients, to the host")]
+    transfers = [Transfer(trained * BYTES_OF[job.weight_dtype], 1, during, "host", "gradients, to the host")]
     if zero["stage"] > 1 and not _adds_on_device(job) and (micro > 1 or zero["stage"] == 3):
         size = trained * BYTES_OF[accumulation_dtype(job)]
-        sent.append(Transfer(size, 2 * micro - 1, during, "host", "sums of gradients, to the host and back"))
-    return sent
+        transfers.append(Transfer(size, 2 * micro - 1, during, "host", "sums of gradients, to the host and back"))
+    return transfers
 
 
 def through_buckets(job: Job) -> Transfer:
-    """Return what stages 1 and 2 read and write on the device to reduce every gradient, on the stream that computes.
+    """Return the device memory traffic of stages 1 and 2 to reduce every gradient, on the stream that computes.
 
     Each is copied into the bucket, divided, cast, cast back, copied out, and added to the sum (`average_tensor`,
     `allreduce_and_copy`): eleven passes in the compute dtype, and two in the dtype that is sent.
@@ -206,13 +207,13 @@ class _Buckets:
     def _flush(self) -> None:
         """Follow `reduce_ipg_grads`: join and send what goes to one rank; keep this rank's part in its partition."""
         assert self._bucket is not None
-        sent = [0] * self._job.parallelism.shard_size
+        counts = [0] * self._job.parallelism.shard_size
         for name in self._bucket:
             for rank, elements in self._ranges[name].items():
-                sent[rank] += elements
+                counts[rank] += elements
         several = sum(len(self._ranges[name]) for name in self._bucket) > 1
-        cast = max(sent) * self._cast
-        self._ledger.touch("buffers", (max(sent) * self._size if several else 0) + cast)
+        cast = max(counts) * self._cast
+        self._ledger.touch("buffers", (max(counts) * self._size if several else 0) + cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]
             if mine and not self._partition and (self._fp32 or not self._offload):
@@ -255,5 +256,5 @@ def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dic
 
 
 def _fullest_rank(ranges: dict[str, dict[int, int]], elements: dict[str, int], ranks: int) -> int:
-    """Return the rank whose partition touches most elements: a parameter shared by two ranks is whole on both."""
+    """Return the rank with most elements in its partition: a parameter that two ranks share is whole on both."""
     return max(range(ranks), key=lambda rank: sum(elements[name] for name, inside in ranges.items() if rank in inside))

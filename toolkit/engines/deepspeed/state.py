@@ -1,10 +1,15 @@
-"""DeepSpeed in a worker: how the model is read and stepped, and where its memory is."""
+"""DeepSpeed in a worker: its compiled operators, how the model is read and stepped, and where its memory is."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.phases import phase
@@ -21,6 +26,12 @@ if TYPE_CHECKING:
     import torch
 
 
+LONGEST_BUILD = 1800.0
+"""Seconds that no compilation of an operator takes."""
+
+LOCAL_FILESYSTEMS = ("apfs", "btrfs", "ext", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
+
+
 class ZeroState(Engine):
     """The worker's half of the engine."""
 
@@ -28,7 +39,7 @@ class ZeroState(Engine):
     model_no_sync = False
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Under stage 3 partition packed weights as they come, if possible; else as transformers reads."""
+        """Partition packed weights as they are read under stage 3, if possible. Otherwise transformers reads them."""
         packs = stage_of(job.strategy) == 3 and job.strategy.quantized and streams(job)
         if packs and (model := reader.defer()) is not None:
             import deepspeed
@@ -43,7 +54,7 @@ class ZeroState(Engine):
         return super().load_model(job, reader)
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Under ZeRO-3, gather a mixture of experts whole: ranks with different routes would wait for each other."""
+        """Gather a mixture of experts whole under ZeRO-3: ranks with different routes would wait for each other."""
         if stage_of(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
             from deepspeed.utils import set_z3_leaf_modules
 
@@ -196,3 +207,58 @@ def _shards3(engine: Any, name: str, parameter: Any) -> Iterator[tuple[Shard, An
         group, offset, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
         flat = engine.optimizer.fp32_partitioned_groups_flat[group]
         yield Shard(name, MASTER, shape, box, start, flat.detach()[offset : offset + length]), flat, offset
+
+
+def free_builds() -> None:
+    """Remove the locks of killed processes where torch compiles DeepSpeed's operators. torch waits for them without a limit.
+
+    torch's `FileBaton` keeps its lock file open. So a lock of this user that no process has open belongs to nobody.
+    Where other hosts may share the folder, the lock must also be older than any build.
+    """
+    import psutil
+
+    root = _build_root().resolve()  # as the system names open files
+    least_age = 0.0 if _is_local(root) else LONGEST_BUILD
+    locks = {str(path) for path in root.glob("**/lock") if _is_own(path, least_age)}
+    # Looked at twice: a rank that has just closed its lock removes it itself, and another may take the next one.
+    for pause in (0.5, 0.0):
+        if not locks:
+            return
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                locks -= {file.path for file in process.open_files()}
+        time.sleep(pause if locks else 0.0)
+    for lock in locks:
+        Path(lock).unlink(missing_ok=True)
+
+
+def _is_own(path: Path, least_age: float) -> bool:
+    """Return whether a file exists, belongs to this user and is at least this old, in seconds."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime >= least_age
+
+
+def _is_local(folder: Path) -> bool:
+    """Return whether a folder lies on a filesystem that no other host can have."""
+    import psutil
+
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    mounts = (kinds[str(path)] for path in (folder, *folder.parents) if str(path) in kinds)
+    return next(mounts, "").startswith(LOCAL_FILESYSTEMS)
+
+
+def announce_build(job: Job) -> None:
+    """Announce the compilation of an operator, which happens once."""
+    name = "deepspeed_shm_comm" if job.device.kind == "cpu" else "cpu_adam"
+    needed = job.device.kind == "cpu" or job.strategy.offload != "none"
+    if needed and not any(_build_root().glob(f"**/{name}.so")):
+        print(f"DeepSpeed compiles {name}, which takes a minute or two, once", file=sys.stderr, flush=True)
+
+
+def _build_root() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

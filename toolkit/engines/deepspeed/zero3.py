@@ -45,9 +45,9 @@ def accumulation_dtype(job: Job) -> str:
 
 
 def partitioned(simulation: Simulation) -> None:
-    """Simulate the parameters from the checkpoint to shards: rank 0 reads each whole and broadcasts it before it is cut.
+    """Simulate reading and partitioning: under `zero.Init` rank 0 reads each parameter whole and broadcasts it.
 
-    By `zero.Init`. Where these cannot be streamed, every rank reads all of them.
+    Every rank reads packed weights whole, unless they are streamed.
     """
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     states, ranks = parameters_of(job), job.parallelism.shard_size
@@ -61,25 +61,25 @@ def partitioned(simulation: Simulation) -> None:
         return
     ledger.enter("load")
     if job.strategy.quantized:
-        drawn = sum(state.bytes for state in states if state.trainable)
+        adapter_bytes = sum(state.bytes for state in states if state.trainable)
         read = sum(ceil_div(state.bytes, ranks) for state in base)
         for state in stream_weights(simulation):
             keep("parameters", ceil_div(state.bytes, ranks))
     else:
-        drawn, size = 0, BYTES_OF[job.compute_dtype]
+        adapter_bytes, size = 0, BYTES_OF[job.compute_dtype]
         read = sum(ceil_div(state.elements, ranks) for state in base) * size
         keep("parameters", read)
         ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
-    ledger.hold("parameters", drawn)
+    ledger.hold("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", -read)
-    ledger.hold("parameters", -drawn)
+    ledger.hold("parameters", -adapter_bytes)
     keep("parameters", simulation.state.parameters)
 
 
 @dataclass(eq=False)
 class _Gather:
-    """Parameters that are gathered together. They stay until each of them was used."""
+    """Parameters of one gather. Its buffer lives until the last of them is used."""
 
     names: set[str]
     flat: int
@@ -87,9 +87,9 @@ class _Gather:
 
 
 class Fetches:
-    """Parameters are fetched for the module that comes, and for some behind it; none is let go that is used again soon.
+    """The parameters that the coordinator gathers for the next module and prefetches for later ones, and those it keeps.
 
-    From the second step on, when the coordinator knows the order of the modules.
+    As from the second step on, when the coordinator knows the order of the modules.
     """
 
     grows = False  # gradients are added to shards that are there before the first
@@ -188,7 +188,7 @@ class Fetches:
         self._at += 1
 
     def _wait_for(self, own: Sequence[str]) -> None:
-        """Gather parameters that are not whole yet; they are not prefetched again."""
+        """Gather the missing parameters, and take them off the prefetch queue."""
         if missing := {name for name in own if self._is_missing(name)}:
             self._gather(missing)
         for name in own:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
-from toolkit.engines.records import StateMemory, Transfer
+from toolkit.engines.records import Transfer
 from toolkit.engines.simulation import (
     Simulation,
     expert_copies,
+    gathers,
     host_transfers,
-    quantization_constants,
     stream_weights,
     streams,
 )
-from toolkit.engines.states import State, optimizer_bytes, optimizer_dtypes, parameters_of, trained_elements
+from toolkit.engines.states import State, parameters_of, trained_elements
 from toolkit.engines.traces import Trace
 
 
@@ -30,31 +30,19 @@ def shard_elements(state: State, ranks: int) -> int:
     return ceil_div(rows, ranks) * (state.elements // rows)
 
 
-def reduce_dtype(job: Job) -> str:
-    """Return torch's name of the dtype in which gradients are summed over the ranks."""
-    return str(job.settings["reduce_dtype"] or job.weight_dtype)
-
-
 class FSDPForecast(Engine):
     """The forecast's half of the engine: states, events of a step, transfers."""
 
-    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """Return a shard of everything: each parameter is split along its first dimension, padded to equal parts.
+    def rank_elements(self, job: Job, state: State) -> int:
+        """Return a shard: each parameter is split along its first dimension, padded to equal parts.
 
-        torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated. The parameters are the masters.
+        torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated.
         """
-        states, ranks = list(parameters_of(job)), job.parallelism.shard_size
-        trained = sum(shard_elements(state, ranks) for state in states if state.trainable)
-        return StateMemory(
-            trainable=trained * BYTES_OF[job.weight_dtype],
-            frozen=sum(shard_elements(state, ranks) * BYTES_OF[state.dtype] for state in states if not state.trainable),
-            optimizer=optimizer_bytes(job, trained),
-            dtypes={
-                **dict.fromkeys(("trainable", "gradients"), job.weight_dtype),
-                "optimizer": optimizer_dtypes(job),
-                "reduce": reduce_dtype(job),
-            },
-        )
+        return shard_elements(state, job.parallelism.shard_size)
+
+    def reduce_dtype(self, job: Job) -> str:
+        """Return the dtype of the mixed-precision policy, else the parameters'."""
+        return str(job.settings["reduce_dtype"] or job.weight_dtype)
 
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
         """Return whether the event is a gradient, the end of the forward, or a gathered module."""
@@ -71,17 +59,14 @@ class FSDPForecast(Engine):
         if streams(job):
             _simulate_stream(simulation)
             return
-        ledger.enter("load")
-        # A GPU's are read into the host's memory, unless they are packed.
-        whole, beside = sum(state.bytes for state in parameters_of(job)), expert_copies(job)
+        whole = sum(state.bytes for state in parameters_of(job))
         read = whole if job.device.kind == "cpu" or job.strategy.quantized else 0
-        ledger.hold("parameters", read)
         if read:
-            ledger.touch("workspace", beside)
-        else:
-            ledger.rank0_host(whole + beside)
-        ledger.hold("buffers", quantization_constants(job))
-        ledger.enter("prepare")
+            simulation.hold_loaded(whole)
+        else:  # into the host's memory
+            ledger.enter("load")
+            ledger.rank0_host(whole + expert_copies(job))
+            ledger.enter("prepare")
         if job.strategy.quantized:
             simulation.keep("parameters", simulation.state.parameters)
         else:
@@ -91,53 +76,43 @@ class FSDPForecast(Engine):
 
     def simulate_training(self, simulation: Simulation) -> None:
         """Simulate the moments, and one step of all micro-batches."""
-        job, ledger = simulation.job, simulation.ledger
-        simulation.hold_moments()
-        simulation.walk(_Groups(simulation))
-        trained = (state for state in parameters_of(job) if state.trainable)
-        simulation.optimizer_step(shard_elements(state, job.parallelism.shard_size) for state in trained)
-        ledger.hold("gradients", -ledger.held["gradients"])
+        simulation.train(_Groups(simulation, BYTES_OF[self.reduce_dtype(simulation.job)]))
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return all-gathers, reduce-scatters and, between groups, all-reduces: each (N - 1)/N of the tensors.
 
         Source: Rajbhandari et al. 2020, section 7.
         """
-        states, ranks, micro = parameters_of(job), job.parallelism.shard_size, job.train_config.accumulation
-        share = (ranks - 1) / ranks
-        compute = BYTES_OF[job.compute_dtype]
-        whole = sum(state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in states)
-        reduced = trained_elements(job) * BYTES_OF[reduce_dtype(job)]
-        sent = [Transfer(share * whole, micro, "forward", "ring", "parameters, all-gathered for the forward")]
-        if job.settings["reshard_after_forward"]:
-            gathered = "parameters, all-gathered for the backward"
-            sent.append(Transfer(share * whole, micro, "backward", "ring", gathered))
-        sent.append(Transfer(share * reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
+        ranks, micro = job.parallelism.shard_size, job.train_config.accumulation
+        reduced = trained_elements(job) * BYTES_OF[self.reduce_dtype(job)]
+        size = (ranks - 1) / ranks * reduced
+        transfers = gathers(job, backward=job.settings["reshard_after_forward"])
+        transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
             size = 2 * (groups - 1) / groups * reduced / ranks
-            sent.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
-        return [*sent, *host_transfers(job)]
+            transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
+        return [*transfers, *host_transfers(job)]
 
 
 def _simulate_stream(simulation: Simulation) -> None:
-    """Follow `fsdp/state.streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
+    """Follow `streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     assert job.spec is not None
     trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]
-    drawn = sum(state.bytes for state in trained)
+    adapter_bytes = sum(state.bytes for state in trained)
     ledger.enter("load")
     # torch makes each parameter before Accelerate moves it to the meta device.
     largest = max(parameter.elements for parameter in job.spec.parameters)
-    ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if drawn else job.weight_dtype])
-    ledger.offload("parameters", drawn)
+    ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if adapter_bytes else job.weight_dtype])
+    ledger.offload("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", sum(shard_bytes(job, state) for state in trained))
     if job.strategy.quantized:
-        ledger.offload("parameters", -drawn)
+        ledger.offload("parameters", -adapter_bytes)
     for state in stream_weights(simulation):
         keep("parameters", shard_bytes(job, state))
     if not job.strategy.quantized:
-        ledger.offload("parameters", -drawn)
+        ledger.offload("parameters", -adapter_bytes)
 
 
 def _scatter_full_state(simulation: Simulation) -> None:
@@ -169,17 +144,17 @@ class _Group:
     """Parameters that are gathered together: a layer, the embedding, the last norm and head, or the rest."""
 
     resharded: bool = True
-    """Whether it is let go behind its forward."""
+    """Whether it is freed after its forward."""
     first: str = ""
-    """The module whose forward begins the group's."""
+    """The module with the first forward of the group."""
     last: str = ""
-    """The module whose forward ends it."""
+    """The module with the last forward of the group."""
     elements: int = 0
     """Padded so that each rank holds equally many rows of each parameter."""
     trained: int = 0
     """The trained ones."""
     cast: int = 0
-    """Those that are stored in another dtype than the compute dtype."""
+    """Elements in another dtype than the compute dtype."""
     names: list[str] = field(default_factory=list)
     """The parameters, in the order of the modules."""
     gradients: dict[str, int] = field(default_factory=dict)
@@ -191,21 +166,22 @@ class _Group:
 
 
 class _Groups:
-    """The groups of one rank, and what of them is whole."""
+    """The parameter groups of one rank, and their gathered tensors."""
 
     grows = True
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, reduce: int) -> None:
+        """Begin before the forward. `reduce`: bytes of an element that is summed over the ranks."""
         job = simulation.job
         self._keep, self._ledger, self._ranks = simulation.keep, simulation.ledger, job.parallelism.shard_size
-        self._compute, self._reduce = BYTES_OF[job.compute_dtype], BYTES_OF[reduce_dtype(job)]
+        self._compute, self._reduce = BYTES_OF[job.compute_dtype], reduce
         self._gloo = job.device.kind == "cpu"
         self._offload, self._replicas = job.strategy.offload != "none", job.parallelism.dp_replicate > 1
         self._groups, self._owner = _groups(job, simulation.trace)
         self._firsts = {group.first: group for group in self._groups if group.first}
         self._lasts = {group.last: group for group in self._groups if group.last}
         self._order: list[_Group] = []
-        """Groups whose forward has ended, the last at the end: the backward prefetches them."""
+        """Groups after their forward, the last at the end: the backward prefetches them."""
         self._early: _Group | None = None
         """The group that was prefetched."""
         self._gathered = 0
@@ -243,7 +219,7 @@ class _Groups:
             self._reduce_scatter(first)
 
     def _end(self) -> None:
-        """Reduce what the backward of no module has reduced, and let the buffers go."""
+        """Reduce the remaining gradients, and free the buffers."""
         for group in self._groups:
             self._reduce_scatter(group)
         self._ledger.hold("buffers", -self._reducing - self._waiting)
@@ -296,7 +272,7 @@ class _Groups:
             self._ledger.hold("buffers", -group.elements * self._compute)
 
     def _reduce_scatter(self, group: _Group) -> None:
-        """Let the parameters go; copy the gradients into one buffer, which lives until the next group's; add up and scatter."""
+        """Free the parameters. Copy the gradients into one buffer, which lives until the next group's; reduce and scatter it."""
         self._free_whole(group)
         if not group.gradients:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
@@ -16,6 +16,7 @@ from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.traces import TraceConfig
+from toolkit.engines.upstream import patched
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -23,26 +24,23 @@ if TYPE_CHECKING:
     import torch
 
 
-UNCHANGED = (
-    *("prepares_pair", "needs_optimizer", "model_no_sync", "sync_each_batch", "hides_every_backward"),
-    *("autocast_dtype", "is_boundary", "measure_state", "shards"),
-)
-"""Attributes and methods that are the inner engine's."""
-
-
 class Mesh(Engine):
     """`--tp N` with `none`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plan over N ranks, inside each data-parallel rank.
 
-    The inner engine answers for the local job: without tensor parallelism, with this rank's shapes (`local_job`).
+    The inner engine answers for the local job: without tensor parallelism, with this rank's shapes (`local_job`). What it
+    changes in `Engine` holds here too, unless this class has its own.
     """
+
+    broadcasts_buffers = False
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.sharded = inner is not engine_named("ddp")
         """Whether the inner engine shards; otherwise there is one data-parallel rank."""
+        for name in set(dir(Engine)) - vars(Mesh).keys():
+            if not name.startswith("_") and getattr(type(inner), name) is not getattr(Engine, name):
+                setattr(self, name, getattr(inner, name))
         self.wraps_model = self.sharded
-        for name in UNCHANGED:
-            setattr(self, name, getattr(inner, name))
 
     # Configuration ----------------------------------------------------------------------------------------------------
 
@@ -128,10 +126,20 @@ class Mesh(Engine):
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read this rank's part of every weight."""
-        from toolkit.engines.mesh.loading import load_sharded
+        """Read this rank's part of every weight; `reader` is a `loading.Reader`.
 
-        return load_sharded(job, reader)
+        transformers applies tensor parallelism and FSDP2 on the meta device, then reads only the slices of this rank.
+        """
+        from transformers.distributed import DistributedConfig, mixin
+
+        register_summed()
+        sizes, plugin = job.parallelism, getattr(reader.accelerator.state, "fsdp_plugin", None)
+        config = DistributedConfig(tp_size=sizes.tp, fsdp_size=sizes.dp_shard, dp_replicate_size=sizes.dp_replicate)
+        with patched(mixin, apply_fully_sharded_data_parallelism=_fully_shard(job, plugin)):
+            model = reader.read(distributed_config=config)
+        # Saving would gather the model once more, which the export has done.
+        model.config.distributed_config = None
+        return model
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Refuse a model that `toolkit.load` has not split.
@@ -176,3 +184,62 @@ class Mesh(Engine):
             for gradient in gradients:
                 getattr(gradient, "_local_tensor", gradient).mul_(factor)
         return norm
+
+
+def register_summed() -> None:
+    """Replace transformers' style of a norm over local heads: its gradients are summed over the ranks.
+
+    Upstream's hook sums `parameter.grad`, which from the second micro-batch on contains the first one's sum. A hook on the
+    tensor gets the gradient of each micro-batch alone.
+    """
+    import torch
+    import torch.distributed as dist
+    from transformers.distributed import tensor_parallel
+
+    class Summed(tensor_parallel.ReplicatedWithGradAllReduce):  # type: ignore[misc]
+        def install_forward(self, module: Any, mesh: Any) -> Any:
+            forward = module.forward
+            hooked: dict[str, torch.nn.Parameter] = {}
+
+            def summed(gradient: torch.Tensor) -> torch.Tensor:
+                total = gradient.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+                dist.all_reduce(total, group=mesh.get_group())
+                return total.to(gradient.dtype)
+
+            def tp_forward(*args: Any, **kwargs: Any) -> Any:
+                if torch.is_grad_enabled():
+                    for name, parameter in module.named_parameters(recurse=False):
+                        if parameter.requires_grad and hooked.get(name) is not parameter:
+                            parameter.register_hook(summed)
+                            hooked[name] = parameter
+                return forward(*args, **kwargs)
+
+            module.forward = tp_forward
+            return module
+
+    tensor_parallel.ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", Summed())
+
+
+def _fully_shard(job: Job, plugin: Any) -> Callable[..., Any]:
+    """Return a function with the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py)."""
+
+    def apply(model: Any, mesh_manager: Any, fsdp_plan: Any, ep_plan: Any) -> Any:
+        from accelerate.utils.fsdp_utils import _find_final_norm
+        from torch.distributed.fsdp import fully_shard
+
+        names: Any = ("dp_replicate", "fsdp") if job.parallelism.dp_replicate > 1 else "fsdp"
+        options = {"mesh": mesh_manager.get_mesh(names), "mp_policy": plugin.mixed_precision_policy}
+        reshard = job.settings["reshard_after_forward"]
+        for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
+            fully_shard(module, reshard_after_forward=reshard, **options)
+        embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
+        if tied := bool(model.all_tied_weights_keys):
+            model.tie_weights(recompute_mapping=False)  # on the meta device they are not tied yet
+        else:
+            fully_shard(embedding, reshard_after_forward=reshard, **options)
+        tail = [module for module in ((norm, embedding, head) if tied else (norm, head)) if module is not None]
+        fully_shard(tail, reshard_after_forward=False, **options)
+        fully_shard(model, **options)
+        return model
+
+    return apply

@@ -19,8 +19,16 @@ COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
 ROWS = "rowwise"
 """Splits the second dimension of a weight; a bias stays whole."""
 SUMMED = "replicated_with_grad_allreduce"
-"""A whole weight whose gradient is summed over the ranks."""
+"""A weight that each rank holds whole. Its gradient is summed over the ranks."""
 GATHERED = "colwise_gather_output"
+
+SUPPORTED = {
+    "sharding": ("none", "fsdp", "fsdp_grad_op", "hsdp"),
+    "adapter": ("none",),
+    "offload": ("none",),
+    "precision": ("bf16", "fp32", "bf16_pure"),
+}
+"""The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes."""
 
 
 def refuse(job: Job) -> None:
@@ -30,26 +38,16 @@ def refuse(job: Job) -> None:
         StrategyError: naming the value, what is expected, and a fix.
     """
     strategy, tp = job.strategy, job.parallelism.tp
-    if strategy.sharding not in ("none", "fsdp", "fsdp_grad_op", "hsdp"):
-        raise StrategyError(
-            f"sharding {strategy.sharding!r} does not run with tp {tp}. Tensor parallelism runs with sharding none, fsdp, "
-            "fsdp_grad_op and hsdp. Choose one of them, or --tp 1."
-        )
+    for name, choices in SUPPORTED.items():
+        value = getattr(strategy, name)
+        if value not in choices:
+            raise StrategyError(
+                f"{name} {value!r} does not run with tp {tp} yet. Choose {name} {' or '.join(choices)}, or --tp 1."
+            )
     if strategy.sharding != "none" and job.parallelism.dp_shard < 2:
         raise StrategyError(
             f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
             f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
-        )
-    for name in ("adapter", "offload"):
-        if (value := getattr(strategy, name)) != "none":
-            raise StrategyError(
-                f"{name} {value!r} does not run with tp {tp} yet. Tensor parallelism trains all weights on the device. "
-                f"Choose {name} 'none', or --tp 1."
-            )
-    if job.precision.scaled:
-        raise StrategyError(
-            f"precision {strategy.precision!r} does not run with tp {tp} yet: its loss scaler takes no tensors over several "
-            "meshes. Tensor parallelism runs in bf16, fp32 and bf16_pure. Choose precision 'bf16'."
         )
     if job.spec is not None and (reason := next(_unsupported_reasons(job.spec, tp), None)):
         raise StrategyError(f"tp {tp} does not run {job.spec.architecture}: {reason}")
@@ -57,18 +55,15 @@ def refuse(job: Job) -> None:
 
 def _unsupported_reasons(spec: ModelSpec, tp: int) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
-    if spec.moe is not None:
-        yield "it has experts, and only dense models run so far. Choose --tp 1 with sharding 'fsdp'."
-    if spec.frozen or spec.kind != "causal":
-        yield "only causal models of text alone run so far. Choose --tp 1 with sharding 'fsdp'."
-    if not spec.tp_plan:
-        yield "transformers has no tensor-parallel plan for it. Choose --tp 1 with sharding 'fsdp'."
     odd = sorted(set(spec.tp_plan.values()) - {*COLUMNS, ROWS, SUMMED})
-    if odd:
-        yield (
-            f"its plan has the style {odd[0]!r}. Known styles are {', '.join((*COLUMNS, ROWS, SUMMED))}. "
-            "Choose --tp 1 with sharding 'fsdp'."
-        )
+    for refused, reason in (
+        (spec.moe is not None, "it has experts, and only dense models run so far"),
+        (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
+        (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
+        (odd, f"its plan has the style {''.join(odd[:1])!r}, and only {', '.join((*COLUMNS, ROWS, SUMMED))} are known"),
+    ):
+        if refused:
+            yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
     keys = spec.config.get("num_key_value_heads")
     for what, count in (("attention heads", spec.heads), ("key-value heads", keys)):
         if isinstance(count, int) and count % tp:
