@@ -204,12 +204,6 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
 
     ids = rows()[:2]
 
-    def another_norm() -> None:
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-
-    def some_parameters() -> None:
-        accelerator.clip_grad_norm_(list(model.parameters())[:1], NORM)
-
     def no_sync() -> None:
         with model.no_sync():
             pass
@@ -223,34 +217,30 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         accelerator.backward(model(input_ids=ids, labels=ids).loss * torch.inf)
         optimizer.step()
 
-    def second() -> None:
-        tk.accelerator(train_config=accelerator.job.train_config)
-
-    def other_accumulation() -> None:
-        tk.accelerator(train_config=tk.TrainConfig(accumulation=7))
-
-    def single_values() -> None:
-        accelerator.clip_grad_value_(model.parameters(), 0.5)
-
-    def closure() -> None:
-        optimizer.step(lambda: None)
-
     def second_optimizer() -> None:
         if accelerator.job.strategy.engine == "deepspeed":
             other = torch.nn.Linear(4, 4)
             accelerator.prepare(other, torch.optim.SGD(other.parameters()))
 
-    calls: tuple[Callable[[], None], ...] = (
-        another_norm, some_parameters, single_values, closure, no_sync, backward_twice, not_finite,
-        second, other_accumulation, second_optimizer,
-    )  # fmt: skip
+    calls: dict[str, Callable[[], Any]] = {
+        "another_norm": lambda: accelerator.clip_grad_norm_(model.parameters(), 0.5),
+        "some_parameters": lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], NORM),
+        "single_values": lambda: accelerator.clip_grad_value_(model.parameters(), 0.5),
+        "closure": lambda: optimizer.step(lambda: None),
+        "no_sync": no_sync,
+        "backward_twice": backward_twice,
+        "not_finite": not_finite,
+        "second": lambda: tk.accelerator(train_config=accelerator.job.train_config),
+        "other_accumulation": lambda: tk.accelerator(train_config=tk.TrainConfig(accumulation=7)),
+        "second_optimizer": second_optimizer,
+    }
     found = {}
-    for call in calls:
+    for name, call in calls.items():
         try:
             call()
-            found[call.__name__] = ""
+            found[name] = ""
         except (tk.ToolkitError, AttributeError) as error:
-            found[call.__name__] = f"{type(error).__name__}: {error}"
+            found[name] = f"{type(error).__name__}: {error}"
     assert accelerator.gradient_accumulation_steps == accelerator.job.train_config.accumulation
     return found
 

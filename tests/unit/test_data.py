@@ -106,9 +106,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -470,11 +469,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "mistral": {"sliding_window": 8},
-    "gemma3_text": {
-        "sliding_window": 8,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "mixtral": {"num_local_experts": 4},
     "phi": {},
@@ -565,7 +560,7 @@ def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_p
     torch.testing.assert_close(gradients[0], gradients[1])
     model = build(LLAMA)
     without = model(**batch).loss
-    model.config.use_cache = True  # undoes the mask; once it does not, correct the docstring in `packing_probe`
+    model.config.use_cache = True  # undoes the mask; once it does not, correct the docstring of `separates_documents`
     assert not torch.allclose(model(**batch).loss, without)
 
 
@@ -748,12 +743,8 @@ def test_cache(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
 
     rows = prepare()
     assert rows.folder == cache / rows.fingerprint
-    assert {file.name for file in rows.folder.iterdir()} == {
-        "meta.json",
-        "input_ids.bin",
-        "labels.bin",
-        "position_ids.bin",
-    }
+    names = {file.name for file in rows.folder.iterdir()}
+    assert names == {"meta.json", "input_ids.bin", "labels.bin", "position_ids.bin"}
     written = rows.folder.stat().st_mtime_ns
     assert prepare() == rows == data.find_rows(rows.fingerprint)
     assert rows.folder.stat().st_mtime_ns == written

@@ -143,9 +143,7 @@ def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch
     wide = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     monkeypatch.setattr(fake_kernels, "cuda_casts", contextlib.nullcontext)
     narrow = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
-    wider = (
-        2 * 64 * 4 * 64 * 2
-    )  # two bytes more for what is 4 x hidden wide: the cube in each of two layers' GELU, at least
+    wider = 2 * 64 * 4 * 64 * 2  # two bytes more for what is 4 x hidden wide: the cube in each layer's GELU, at least
     assert wide - narrow > 2 * wider
 
 
@@ -156,13 +154,8 @@ def test_cuda_casts_touch_fake_tensors_under_autocast_alone() -> None:
         weight = torch.ones(8)
     with torch.autocast("cpu", torch.bfloat16):
         with cuda_casts():
-            for wide in (
-                fake**3,
-                functional.layer_norm(fake, (8,), weight),
-                fake.softmax(-1),
-                fake.sum(-1),
-                fake.exp(),
-            ):
+            norm = functional.layer_norm(fake, (8,), weight)
+            for wide in (fake**3, norm, fake.softmax(-1), fake.sum(-1), fake.exp()):
                 assert wide.dtype == torch.float32
             assert fake.softmax(-1, dtype=torch.bfloat16).dtype == torch.bfloat16
             assert (fake @ fake.T).dtype == (fake + 1).dtype == torch.bfloat16
@@ -243,12 +236,8 @@ def test_the_zero_papers_figure() -> None:
         states = state.parameters + state.master + (state.optimizer or 0)
         base = 2 * spec.elements + 12 * spec.elements if word == "ddp" else states
         result[word] = (base + 2 * spec.elements / share) / 1e9
-    assert {word: round(size, 1) for word, size in result.items()} == {
-        "ddp": 120.0,
-        "zero1": 31.4,
-        "zero2": 16.6,
-        "zero3": 1.9,
-    }
+    rounded = {word: round(size, 1) for word, size in result.items()}
+    assert rounded == {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
 
 
 @pytest.mark.parametrize(
