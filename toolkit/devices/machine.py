@@ -95,7 +95,7 @@ def hardware(name: str | None = None, host_memory: str | None = None) -> Hardwar
         host_memory: memory of a node's host, as `"60GiB"`. Left out: this machine's; of a named one the catalog's.
 
     Raises:
-        ToolkitError: for a name that is not in the catalog, with the nearest; for a GPU whose driver does not answer.
+        ToolkitError: for a name that is not in the catalog, with the nearest; for a GPU with a driver that does not answer.
         MissingLibrary: where there are GPUs, and the library that counts them is not installed.
     """
     machine = _this_machine() if name is None else _parse_name(name)

@@ -114,7 +114,7 @@ def environment() -> Environment:
     """Return this machine and its installed libraries. Imports nothing heavy and touches no device.
 
     Raises:
-        ToolkitError: for a GPU whose driver does not answer.
+        ToolkitError: for a GPU with a driver that does not answer.
     """
     cores = len(os.sched_getaffinity(0))
     return Environment(date=timestamp(), hardware=hardware(), cores=cores, versions=versions())

@@ -136,7 +136,7 @@ def load(path: Path) -> Any:
 
 
 def load_metadata(path: Path) -> Any:
-    """Load DCP's `.metadata` as `OpaqueRecord` records, whose types carry the names of the original classes.
+    """Load DCP's `.metadata` as `OpaqueRecord` records. Their types carry the names of the original classes.
 
     Raises:
         CheckpointError: as `load`.
