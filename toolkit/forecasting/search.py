@@ -253,14 +253,24 @@ def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfi
 
 
 def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Candidate]:
-    """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits."""
+    """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits.
+
+    Where no value of one field fits, an adapter and more devices are changed together.
+    """
     finished: set[str] = set()
+    fits = False
     for name, change, request in _requests(search):
         candidate = request.fastest_smallest() if name in fields and name not in finished else None
         if candidate is not None:
+            fits = True
             yield dataclasses.replace(candidate, change=change)
             if name in ("seq_len", "hardware"):
                 finished.add(name)
+    if not fits and {"adapter", "hardware"} <= set(fields):
+        for name, change, request in _requests(search):
+            if name == "adapter":
+                for candidate in find_alternatives(request, ("hardware",)):
+                    yield dataclasses.replace(candidate, change={**change, **candidate.change})
 
 
 def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
