@@ -1,6 +1,6 @@
 # make demo    trains one model under six strategies, two processes each, and prints one table
 # make test    make check, then every test that this machine can run
-# make grid    hundreds of runs beside their forecasts, in hours; goes on where it was stopped. make test repeats a sample
+# make grid    hundreds of runs and their forecasts, in hours; it continues where it was stopped. make test repeats a sample
 # make check   style, types, layers
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 # make screenshots   make the pictures of README: JupyterLab in the system's Chromium

@@ -54,6 +54,7 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     model, tokenizer = load(accelerator, allow_unquantized=True)
     optimizer = make_optimizer(model, train_config)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, make_schedule(optimizer, train_config))
+    assert not getattr(model, "broadcast_buffers", False), "DDP sends no constant in every forward"
     return prepared(accelerator, (model, optimizer)), schedule, tokenizer
 
 

@@ -386,9 +386,3 @@ def test_a_bucket_that_an_engine_does_not_have_is_refused() -> None:
         Strategy(sharding="zero1", overlap_comm="on")
     with pytest.raises(StrategyError, match=r"min_lr 0\.1 is above lr"):
         TrainConfig(lr=0.01, min_lr=0.1)
-
-
-def test_ddp_sends_buffers_once() -> None:
-    job = resolve(Strategy(sharding="ddp"), TrainConfig(), None, 2, hardware().device)
-    (*_, options) = engine_of(job.strategy).accelerator_kwargs(job)["kwargs_handlers"]
-    assert options.to_kwargs() == {"gradient_as_bucket_view": True, "forward_sync_buffers": False}

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import LlavaConfig, OpenAIGPTConfig, T5Config
 
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
+from toolkit.core.display import Result, Table
 from toolkit.core.errors import ModelError
 from toolkit.core.units import GiB
 from toolkit.engines.adapters import check_quantized
@@ -498,6 +500,21 @@ def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.C
     words = ["forecast", "--sharding", "fsdp", "--hardware", "2x cpu", "--seq-len", "64"]
     assert main([*words, "--json", str(tmp_path / "fc.json")]) == 0
     assert json.loads((tmp_path / "fc.json").read_text())["ranks"] == 2
+
+
+def test_a_command_in_several_lines_can_be_pasted() -> None:
+    class Advice(Result):
+        def headline(self) -> str:
+            return f"Run it:\n    {shlex.join(words)}"
+
+        def tables(self) -> list[Table]:
+            return []
+
+    words = ["toolkit", "train", "--model", "a folder/of a model with a long name", *(["--micro-batch", "2"] * 9)]
+    _, *lines = str(Advice()).splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 80
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == words
 
 
 @pytest.fixture(scope="module")

@@ -102,15 +102,21 @@ def _numeric(cell: str) -> bool:
 
 def _wrapped(text: str, width: int) -> str:
     """Return text in lines of `width` characters. Paths and flags stay whole. A line that is indented is a command."""
+    import shlex
     import textwrap
 
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    parts = []
-    for line in text.split("\n"):
-        command = line.startswith("    ")
-        lines = textwrap.wrap(line, width - 2, subsequent_indent=" " * 8, **options) if command else []
-        parts.append(" \\\n".join(lines) if command else textwrap.fill(line, width, **options))
-    return "\n".join(parts)
+    def fill(line: str) -> str:
+        if not line.startswith("    "):
+            return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        first, *words = map(shlex.quote, shlex.split(line))
+        lines = [f"    {first}"]
+        for word in words:
+            if len(lines[-1]) + len(word) + 3 > width:
+                lines.append(" " * 7)
+            lines[-1] += f" {word}"
+        return " \\\n".join(lines)
+
+    return "\n".join(map(fill, text.split("\n")))
 
 
 class Result:

@@ -160,8 +160,13 @@ def freed_at_once() -> Iterator[None]:
 
     By default the size from which it does so rises to 32 MiB as tensors are freed (mallopt(3)). Smaller tensors then leave
     holes in the heap, and a process that reads weights takes more memory than its tensors. Training keeps the default's end.
+    A user's own thresholds stay.
     """
     import ctypes
+
+    if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}:
+        yield
+        return
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # musl has none
     mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED)

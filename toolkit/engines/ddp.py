@@ -41,13 +41,10 @@ class DDP(Engine):
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Return no plugin: Accelerate needs none for DDP. Gradients are views of DDP's buckets. Buffers are sent once."""
+        """Return no plugin: Accelerate needs none for DDP. Gradients are views of DDP's buckets."""
         from accelerate.utils import DistributedDataParallelKwargs
 
         options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job))
-        known = options.to_kwargs()
-        # Accelerate does not know torch's new name, and takes no subclass.
-        options.to_kwargs = lambda: {**known, "forward_sync_buffers": False}
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],

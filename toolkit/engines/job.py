@@ -125,7 +125,9 @@ def check_scaling(job: Job, *, on_cpu: bool) -> None:
     """
     computes = "fp16" in job.device.dtypes
     if job.precision.scaled and not (computes and (on_cpu or job.device.kind != "cpu")):
-        reason = "the device does not compute it" if on_cpu else "there is no loss scaling"
+        reason = "there is no loss scaling"
+        if on_cpu:
+            reason = "the device does not compute it (a CPU needs avx512_fp16)"
         other = ", or sharding 'zero2'" if computes else ""
         raise StrategyError(
             f"sharding {job.strategy.sharding!r} cannot train in precision {job.strategy.precision!r} on {job.device.name}: "

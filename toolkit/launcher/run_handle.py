@@ -88,8 +88,8 @@ class Run(Result):
         """
         progress = read_progress(self.folder)
         if self.alive:
-            running = progress.step and not self._is_new
-            return ("running", progress, "") if running else ("starting", progress, self._last_message())
+            status = "running" if progress.step and not self._is_new else "starting"
+            return status, progress, self._last_message()
         code = self._process.poll() if self._process is not None and self._is_last else None
         about = self._run_record()
         if code in (None, 0) and about:

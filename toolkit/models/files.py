@@ -217,6 +217,8 @@ def indexed_files(index: Path, suffix: str) -> list[Path]:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not an index of weights ({first_line(error)})") from None
+    if not names:
+        raise ValueError("it is an index of no files")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
             raise ValueError(f"it names {name!r}, expected a {suffix} file in the same folder")

@@ -125,6 +125,10 @@ def restore_masters(prepared: Prepared) -> None:
     for name, whole in _exact_weights(prepared) if _may_be_rounded(prepared.job) else ():
         source = [(whole_box(whole.shape), whole)]
         copy(source, masters.get(name, []))
+        if any(master.dtype != whole.dtype for _, master in masters.get(name, [])):
+            raise StrategyMismatch(
+                f"{name}: its master cannot hold the checkpoint's values, which are in {whole.dtype}."
+            )
         _check_bits(name, source, masters.get(name, []))
     for name, master in masters.items():
         _check_bits(name, master, copies.get(name, []))

@@ -122,19 +122,20 @@ def _elements(row: _Row) -> int:
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return every rank's optimizer state, in the order of ranks."""
     matches = [match for match in map(_OPTIMIZER.fullmatch, files) if match]
-    if not matches:
-        raise CheckpointError(
-            f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt: a rank's file, with the fp32 weights, is missing, "
-            "or the checkpoint was written without ZeRO. Copy the file there, or take another checkpoint."
-        )
-    names = [f"{matches[0]['prefix']}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(matches) + 1)]
-    require(names[:-1], files, folder)
+    prefix = matches[0]["prefix"] if matches else ""
+    names = [f"{prefix}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(matches) + 1)]
     strange = [name for name in files if _ANY.fullmatch(name) and not _MODEL.fullmatch(name) and name not in names]
     if strange:
         raise CheckpointError(
             f"{folder} holds {strange[0]}: expected one file a rank of pure data parallelism. "
             "Tensor, pipeline and expert parallel checkpoints: convert them with DeepSpeed first."
         )
+    if not matches:
+        raise CheckpointError(
+            f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt: a rank's file, with the fp32 weights, is missing, "
+            "or the checkpoint was written without ZeRO. Copy the file there, or take another checkpoint."
+        )
+    require(names[:-1], files, folder)
     states = []
     for name in names[:-1]:
         with wrap_errors(f"{files[name]} is not an optimizer state of ZeRO"):
