@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 UNTESTED = sorted(set(SHARDINGS) - {"ddp", "zero3", "fsdp"})
 """Shardings that `test_compare.py` does not compare with their forecasts."""
-SEED = 3277
+SEED = 6
 """A draw of five families, with each adapter."""
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "forecast_accuracy.py"
 
