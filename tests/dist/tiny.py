@@ -43,6 +43,11 @@ def deepseek(folder: Path) -> Path:
     return _save("DeepseekV3ForCausalLM", folder, **WIDTH, **heads, **low, **ROUTED, **ONE_GROUP)
 
 
+def gpt_oss(folder: Path) -> Path:
+    """Experts that are fused in the files, too."""
+    return _save("GptOssForCausalLM", folder, **TEXT, num_local_experts=4, num_experts_per_tok=2)
+
+
 def bloom(folder: Path) -> Path:
     """A LayerNorm behind the embedding, which FSDP's groups leave to the root."""
     return _save("BloomForCausalLM", folder, hidden_size=64, n_layer=2, n_head=4)

@@ -276,16 +276,16 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
         assert (state.shape, state.dtype, state.blocksize) == (other.shape, other.dtype, other.blocksize)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "packed"), [("mixtral", 4), ("qwen3_moe", 4), ("gpt_oss", 4), ("deepseek", 2)])
 def test_experts_that_are_packed_one_by_one_have_the_bits_of_a_whole_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, packed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files hold each expert in two or three tensors, which lie row below row in the model's."""
+    """Most files hold each expert in two or three tensors, which lie row below row in the model's."""
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
     reads = reader(getattr(tiny, kind)(tmp_path / "model"), precision="bf16")
     streamed, whole = reads.defer(), reads.read()
     streamed.streamed_weights.fill(streamed)
-    assert len(packed_experts(streamed)) == 4
+    assert len(packed_experts(streamed)) == packed
     for model in (streamed, whole):
         unpack_experts(model)
     for (name, ours), theirs in zip(streamed.named_parameters(), whole.parameters(), strict=True):

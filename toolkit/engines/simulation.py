@@ -180,8 +180,8 @@ def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[S
         size, work = source.elements * stored, 0
         if source.name in names:
             columns = source.shape[-1]
-            # Fused experts lie in the files one by one, gate and up apart.
-            matrix = math.prod(source.shape[-2:]) // (2 if "gate_up" in source.name else 1)
+            # Experts that are joined as they are read lie in the files one by one, gate and up apart.
+            matrix = math.prod(source.shape[-2:]) // (2 if job.spec.copied and "gate_up" in source.name else 1)
             piece = min(matrix, max(BLOCK, PIECE // columns // BLOCK * BLOCK) * columns)
             on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
             work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, BLOCK)

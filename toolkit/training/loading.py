@@ -211,6 +211,9 @@ class Reader:
             quantizer.preprocess_model(model=model, dtype=self._options["dtype"], device_map=None)
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
+            for module in model.modules():
+                if type(module).__name__ == "Linear4bit" and module.bias is not None:
+                    module.bias.data = module.bias.data.to(self._options["dtype"])  # bitsandbytes makes them in fp32
         if self.job.strategy.adapter == "qlora":
             mark_experts(model, expert_shapes(self.spec), _dtype(self.job.compute_dtype))
         model.tie_weights()  # `init_empty_weights` gives every name its own parameter

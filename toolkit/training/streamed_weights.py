@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -218,11 +219,11 @@ class StreamedWeights:
         packed, first, exact = data.view(-1).view(torch.uint8), 0, []
         for source in self._sources.get(name, [name]):
             weight = self._files[source].get_slice(source)
-            rows, *row = weight.get_shape()
+            *experts, rows, columns = weight.get_shape()
+            step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
             # Experts that are fused in the file, too, are whole blocks each.
-            step = max(BLOCK if len(row) == 1 else 1, PIECE // math.prod(row) // BLOCK * BLOCK)
-            for start in range(0, rows, step):
-                piece = weight[start : start + step].to(self._accelerator.device, dtype)
+            for *expert, start in itertools.product(*map(range, experts), range(0, rows, step)):
+                piece = weight[*expert, start : start + step].to(self._accelerator.device, dtype)
                 part, state = quantize_4bit(
                     piece, blocksize=BLOCK, compress_statistics=False, quant_type=self._packing["kind"]
                 )
