@@ -158,7 +158,7 @@ def streams(job: Job) -> bool:
     return packs and not converted and adapter not in ("dora", "qlora8")
 
 
-def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[State]:
+def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = False) -> Iterator[State]:
     """Enter the weights that come from the files one at a time, each whole for a moment. Yield each before its release.
 
     Rank 0 packs a 4-bit weight in pieces, and holds the exact constants of its blocks meanwhile. Packed constants stay on every
@@ -167,12 +167,14 @@ def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[S
     Args:
         simulation: of the rank that reads.
         shared: a rank holds the whole weight and its own part at the same time.
+        cast: a weight is cast to its dtype whole, not part by part.
     """
     job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
     names = packed_names(job.spec, job.strategy.adapter)
     sources = {parameter.name: parameter for parameter in job.spec.parameters}
-    stored = BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
+    stored_dtype = job.spec.config.get("dtype") or "float32"
+    stored = BYTES_OF.get(stored_dtype, 4)
     for state in parameters_of(job):
         if state.trainable and job.strategy.adapter != "none":
             continue
@@ -186,6 +188,9 @@ def stream_weights(simulation: Simulation, *, shared: bool = True) -> Iterator[S
             on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
             work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, BLOCK)
             ledger.hold("buffers", packing_constants(source.elements))
+            size = state.bytes
+        elif cast and stored_dtype != job.compute_dtype:
+            ledger.touch("workspace", size + state.bytes)
             size = state.bytes
         ledger.touch("workspace", size + work)
         ledger.hold("workspace", size if shared else 0)
