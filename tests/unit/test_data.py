@@ -817,7 +817,7 @@ def test_processes_that_tokenize_end_with_their_parent(
 ) -> None:
     monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
     monkeypatch.setattr(tokenization, "_cores", lambda: 2)
-    path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 50_000)
+    path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 200_000)
     parent = os.fork()
     if not parent:
         signal.signal(signal.SIGINT, signal.default_int_handler)
