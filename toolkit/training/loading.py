@@ -234,11 +234,11 @@ def _dtype(name: str) -> torch.dtype:
 def _widen_buffers(model: Any) -> bool:
     """Cast to fp32 the buffers that transformers keeps so. Return whether it keeps no parameter in fp32."""
     patterns = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")
-    kept = re.compile(patterns or "(?!)")  # the second matches nothing
+    wide = re.compile(patterns or "(?!)")  # the second matches nothing
     for name, buffer in persistent_buffers(model).items():
-        if kept.search(name):
+        if wide.search(name):
             _replace(model, name, buffer.float())
-    return not any(kept.search(name) for name, _ in model.named_parameters())
+    return not any(wide.search(name) for name, _ in model.named_parameters())
 
 
 def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
