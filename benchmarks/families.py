@@ -78,6 +78,12 @@ RECENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families of 2024 to 2026, which no mending of a forecast has looked at before."""
 
+RECENT |= {
+    "Qwen2-MoE-32": (RECENT["Qwen2-MoE"][0], {**RECENT["Qwen2-MoE"][1], "num_experts": 32}),
+    "Gemma4-PLE": (RECENT["Gemma4"][0], {**RECENT["Gemma4"][1], "hidden_size_per_layer_input": 512}),
+}
+"""Two in which one tensor outweighs the others: fused experts, and the table of per-layer embeddings."""
+
 SHAPES = {
     "wide": {"hidden": 512, "ffn": 1536, "layers": 4, "heads": 8, "seq_len": 256},
     "deep": {"hidden": 384, "ffn": 1024, "layers": 8, "heads": 6, "seq_len": 384},

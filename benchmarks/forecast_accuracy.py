@@ -171,7 +171,7 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def others(rows: Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Measured before and not among these: kept for a later call, in no table."""
+    """Measured before and not among these."""
     done = {name_of(row) for row in rows}
     return [row for name, row in known.items() if name not in done]
 
@@ -393,9 +393,9 @@ def main() -> None:
         rows.append(row)
         said = percent(row) if "measured_peak_bytes" in row else row["failed"][-200:]
         print(number, name_of(row), said, flush=True)
-        if not arguments.only and (number % SAVED == 0 or number == len(chosen)):
-            shown = tables(rows, refused, arguments.seed)
+        if number % SAVED == 0 or number == len(chosen):
             runs = [*rows, *others(rows, known)]
+            shown = tables(runs, refused, arguments.seed)
             measured_at = {"commit": ", ".join(sorted({row.get("commit", NO_COMMIT) for row in runs}))}
             found = {**about(), **measured_at, "seed": arguments.seed, "refused": refused, "runs": runs}
             text = "\n\n".join(map(Table.text, shown))

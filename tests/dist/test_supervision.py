@@ -210,7 +210,7 @@ def test_a_stop_under_accelerate_launch_itself(runs: dict[str, Running]) -> None
     run = runs["bare"]
     done = run.events[-1]["step"]
     assert list_checkpoints(run.path / "checkpoints")[0].name == f"step-{done:08d}"
-    assert f"stopped after step {done}, as asked. Published: " in run.out
+    assert f"stopped after step {done}, as requested. Published: " in run.out
     assert f"`toolkit resume {run.path}` continues from it." in run.out
 
 
@@ -260,7 +260,7 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
     said = f"\ntoolkit: stopped by SIGTERM. Published: {newest}. `toolkit resume {run.path}` continues from it.\n"
     assert run.err.endswith(said)
     assert run.code == 143
-    assert f"stopped after step {done}, as asked\n" in run.out
+    assert f"stopped after step {done}, as requested\n" in run.out
 
 
 @pytest.mark.parametrize(

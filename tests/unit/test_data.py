@@ -603,8 +603,8 @@ def runs(positions: list[int]) -> list[int]:
 # ---- rows, exactly
 
 
-def document(ids: list[int], trained: str = "", whole: bool = False, split: int = 0) -> Encoded:
-    return Encoded(ids=ids, trained=[flag == "1" for flag in trained or "1" * len(ids)], whole=whole, split=split)
+def document(ids: list[int], trained: str = "", atomic: bool = False, split: int = 0) -> Encoded:
+    return Encoded(ids=ids, trained=[flag == "1" for flag in trained or "1" * len(ids)], atomic=atomic, split=split)
 
 
 def rows_of(documents: list[Encoded], **how: Any) -> tuple[list[dict[str, list[int]]], Counts]:
@@ -627,8 +627,8 @@ def test_packed_text_flows_on() -> None:
 
 
 def test_packed_conversations_stay_whole() -> None:
-    long = document(list(range(10, 18)), "00011111", whole=True)
-    prompt_only = document(list(range(20, 28)), "00000001", whole=True)
+    long = document(list(range(10, 18)), "00011111", atomic=True)
+    prompt_only = document(list(range(20, 28)), "00000001", atomic=True)
     found, counts = rows_of([document([5, 6, 7, 2], "0011", True), long, document([8, 2], "01", True), prompt_only])
     assert [row["input_ids"] for row in found] == [[10, 11, 12, 13, 14, 15], [5, 6, 7, 2, 8, 2]]
     assert [row["labels"] for row in found] == [[-100] * 3 + [13, 14, 15], [-100, -100, 7, 2, -100, 2]]

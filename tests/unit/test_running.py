@@ -108,7 +108,7 @@ def test_a_function_is_for_a_run_of_a_function(tmp_path: Path) -> None:
 def test_a_secret_is_not_made_up(tmp_path: Path) -> None:
     run = own(tmp_path / "run", arguments=["--key", "hf_" + "a" * 34])
     result = target_of(folder.read_run_json(run.path))
-    with pytest.raises(RunError, match=r"was given a secret, and run\.json does not say it: --key"):
+    with pytest.raises(RunError, match=r"has a secret among its arguments, which run\.json does not store: --key"):
         check_target(run, result, None)
     assert "A secret in the command is replaced by" in str(tk.report(run.path))
 

@@ -192,9 +192,9 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
 def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
     """Return a strategy for each sharding that `--sharding` lists, or for each of `default`."""
     fields = given(flags, Strategy)
-    words = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
+    names = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
     groups = fields.pop("dp_replicate", 2)
     return [
-        from_dict(Strategy, {**fields, "sharding": word, "dp_replicate": groups if SHARDINGS[word].hybrid else 1})
-        for word in words
+        from_dict(Strategy, {**fields, "sharding": name, "dp_replicate": groups if SHARDINGS[name].hybrid else 1})
+        for name in names
     ]

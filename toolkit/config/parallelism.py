@@ -109,7 +109,7 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
     many = f"with dp_replicate {groups} needs groups of at least 2 ranks each"
     rules = {
         "none": (data == 1, one, product, "ddp" if alone else "fsdp"),
-        "replicate": (data > 1, f"needs at least {2 * product} ranks", 2 * product, "none"),
+        "replicate": (data > 1 or not alone, "needs at least 2 ranks", 2, "none"),  # with tp its engine refuses
         "hybrid": (data >= 2 * groups and data % groups == 0, many, 2 * groups * product, "fsdp"),
         "shard": (True, "", 0, ""),
     }

@@ -108,9 +108,9 @@ def _wrapped(text: str, width: int) -> str:
     def fill(line: str) -> str:
         if not line.startswith("    "):
             return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-        first, *words = map(shlex.quote, shlex.split(line))
+        first, *arguments = map(shlex.quote, shlex.split(line))
         lines = [f"    {first}"]
-        for word in words:
+        for word in arguments:
             if len(lines[-1]) + len(word) + 3 > width:
                 lines.append(" " * 7)
             lines[-1] += f" {word}"

@@ -66,7 +66,7 @@ def _count_documents(encoded: Iterable[Encoded], counts: Counts, seq2seq: bool, 
         counts.documents += 1
         size = len(document.ids)
         longest = max(document.split, size - document.split) if seq2seq else size
-        counts.truncated += document.whole and longest > seq_len
+        counts.truncated += document.atomic and longest > seq_len
         yield document
 
 
@@ -89,12 +89,12 @@ def _packed(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
     text, waiting = _Row(seq_len), list[_Row]()
     for document in documents:
         at, size = 0, len(document.ids)
-        while not document.whole and at < size:
+        while not document.atomic and at < size:
             at += text.put(document, at)
             if not text.left:
                 yield text
                 text = _Row(seq_len)
-        if document.whole:
+        if document.atomic:
             row = next((row for row in waiting if row.left >= min(size, seq_len)), None)
             if row is None:
                 if len(waiting) == OPEN_ROWS:
@@ -110,7 +110,7 @@ def _packed(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
 
 def _padded(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
     for document in documents:
-        for start in range(0, 1 if document.whole else len(document.ids), seq_len):
+        for start in range(0, 1 if document.atomic else len(document.ids), seq_len):
             row = _Row(seq_len)
             row.put(document, start)
             yield row
@@ -120,7 +120,7 @@ def _seq2seq(documents: Iterable[Encoded], seq_len: int) -> Iterator[tuple[Seque
     """Yield an encoder's inputs and a decoder's labels."""
     for document in documents:
         ids = document.ids
-        if document.whole:
+        if document.atomic:
             yield ids[: document.split][:seq_len], ids[document.split :][:seq_len]
             continue
         for start in range(0, len(ids), 2 * seq_len):

@@ -34,7 +34,7 @@ class Encoded:
     ids: Sequence[int]
     trained: Sequence[bool]
     """Whether the model learns to predict this token. Same length as `ids`."""
-    whole: bool = False
+    atomic: bool = False
     """A prompt or conversation, which is never cut in two; a text may be."""
     split: int = 0
     """The start of the completion, which an encoder-decoder model's decoder sees. 0 in a text."""
@@ -90,7 +90,7 @@ class Encoder:
             if not self.seq2seq and prompt and prompt[-1] == self.eos:
                 prompt = prompt[:-1]
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
-            yield Encoded(ids=prompt + completion, trained=trained, whole=True, split=len(prompt))
+            yield Encoded(ids=prompt + completion, trained=trained, atomic=True, split=len(prompt))
 
     def _conversation(self, document: Document) -> Encoded:
         if self.seq2seq:
@@ -115,7 +115,7 @@ class Encoder:
         elif self.mask_prompts:
             for start, end in _turns(messages, tokens["input_ids"], apply, document.where):
                 trained[start:end] = [True] * (end - start)
-        return Encoded(ids=list(tokens["input_ids"]), trained=trained, whole=True)
+        return Encoded(ids=list(tokens["input_ids"]), trained=trained, atomic=True)
 
     def _apply(self, template: str, where: str, messages: list[dict[str, str]], **options: Any) -> Any:
         try:
@@ -256,7 +256,7 @@ def _encode(number: int) -> list[Encoded]:
         Encoded(
             ids=np.asarray(document.ids, np.int32),  # type: ignore[arg-type]
             trained=np.asarray(document.trained, bool),  # type: ignore[arg-type]
-            whole=document.whole,
+            atomic=document.atomic,
             split=document.split,
         )
         for document in encoder.encode(_documents(contents, number))

@@ -209,6 +209,9 @@ class Engine(OptimizerStep):
         """Return a context around `accelerator.prepare`, in which weights that are still in the files are read."""
         return nullcontext()
 
+    def after_prepare(self, prepared: Prepared) -> None:
+        """Change the prepared model; only one that `toolkit.load` has read."""
+
     def check(self, prepared: Prepared) -> list[str]:
         """Return a sentence for each difference from the request: class, stage, mesh, offload."""
         return []

@@ -97,6 +97,11 @@ class DDP(Engine):
             return "on the weights as they are held"
         return f"under autocast: products in {job.compute_dtype}, what needs the range in float32"
 
+    def after_prepare(self, prepared: Prepared) -> None:
+        """Keep DDP from sending buffers in every forward: on every rank they are the checkpoint's."""
+        if prepared.job.parallelism.dp_size > 1:
+            prepared.model.broadcast_buffers = False
+
     def check(self, prepared: Prepared) -> list[str]:
         """Check that several ranks are wrapped in DDP, and one is not."""
         expected = "DistributedDataParallel" if prepared.job.parallelism.dp_size > 1 else None

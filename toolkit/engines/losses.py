@@ -79,7 +79,7 @@ def _auxiliary(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor | 
     coefficient = next((value for name in COEFFICIENTS if (value := getattr(config, name, None)) is not None), None)
     if coefficient is None:
         raise StrategyError(
-            f"{type(config).__name__} asks for a load-balancing loss and names no coefficient: expected one of "
+            f"{type(config).__name__} has output_router_logits and no coefficient of its load-balancing loss: expected one of "
             f"{', '.join(COEFFICIENTS)}. Set output_router_logits to false in config.json."
         )
     weighted: torch.Tensor = coefficient * balance.to(labels.device) * (labels != -100).sum()

@@ -26,7 +26,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def patched(config: TraceConfig) -> Iterator[None]:
+def replaced_kernels(config: TraceConfig) -> Iterator[None]:
     """Replace kernels for fake tensors only. Real tensors, as of a thread that trains, keep the usual kernels.
 
     - `scaled_dot_product_attention`: a fake tensor is on the CPU, so torch would choose the CPU's kernel.

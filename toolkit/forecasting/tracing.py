@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
-from toolkit.forecasting.fake_kernels import patched
+from toolkit.forecasting.fake_kernels import replaced_kernels
 from toolkit.forecasting.traced_model import (
     add_traced_adapter,
     allocate,
@@ -79,11 +79,11 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))
             if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
-                with patched(config):
+                with replaced_kernels(config):
                     _step(model, inputs, spec, config, Tracker(device=config.device))
                 model.zero_grad()
             _watch(model, stacks, tracker)
-            with patched(config), tracker:
+            with replaced_kernels(config), tracker:
                 _step(model, inputs, spec, config, tracker)
     return Trace(stacks=stacks, events=tuple(_fold_events(tracker.recorded())), ends=ends)
 

@@ -18,6 +18,7 @@ from toolkit.launcher.supervisor import supervise
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import IN_A_STEP, read_beats
 from toolkit.run_folder.run_json import read_run_json
+from toolkit.training.resumption import resume_hint
 
 ON_OOM = ("stop", "shrink")
 
@@ -83,7 +84,7 @@ def supervise_with_restarts(
             idle = idle + 1 if restarts and done <= furthest else 0
             furthest = max(furthest, done)
             if restarts == restart_policy.restarts:
-                raise
+                raise type(error)(f"{error}\n{resume_hint(folder)}") from None
             if idle == IN_VAIN:
                 why = f"{error}\n{IN_VAIN} restarts in a row made no new step, so no further restart follows."
                 raise type(error)(why) from None

@@ -216,8 +216,8 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
     """
     if any(MARK in word for word in target.arguments):
         raise RunError(
-            f"{target.name} was given a secret, and run.json does not say it: {' '.join(target.arguments)}. Name it again with "
-            f"all of its arguments: --target '{target.name} …'."
+            f"{target.name} has a secret among its arguments, which run.json does not store: {' '.join(target.arguments)}. "
+            f"Name it again with all of its arguments: --target '{target.name} …'."
         )
     file, note = _file(folder, target), None
     try:
@@ -238,8 +238,8 @@ def check_target(folder: Folder, target: Target, trust: str | None) -> Target:
         )
         why = "has changed since you launched it" if note else "you did not launch in this folder"
         raise RunError(
-            f"{folder.path} would run the {target.kind} {target.name!r}, which {why}, and a folder alone lets no code run. "
-            f"Name it again (`{again}`), or read {file} and add --trust-target {digest}."
+            f"{folder.path} would run the {target.kind} {target.name!r}, which {why}, and code of a folder is not run without your "
+            f"consent. Name it again (`{again}`), or read {file} and add --trust-target {digest}."
         )
     return dataclasses.replace(target, sha256=sha256) if target.kind == "function" else target
 

@@ -120,8 +120,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 from_checkpoint = any(model in self.from_checkpoint for model in models)
                 if from_checkpoint:
                     restore_masters(prepared)
-                    if hasattr(prepared.model, "broadcast_buffers"):  # DDP would send them in every forward
-                        prepared.model.broadcast_buffers = False
+                    engine_of(self.job.strategy).after_prepare(prepared)
                 audit(prepared, known=from_checkpoint)
                 if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)

@@ -127,7 +127,7 @@ class Reader:
         if wrong:
             raise ModelError(
                 f"model {self.spec.name!r}: {len(wrong)} of its weights are missing in the checkpoint, or have another shape "
-                f"than its config says. The first: {wrong[0]}. Copy the checkpoint again, or give another."
+                f"than in its config. The first: {wrong[0]}. Copy the checkpoint again, or give another."
             )
         if self.job.strategy.adapter == "qlora":
             pack_experts(model, self.spec, _dtype(self.job.compute_dtype))

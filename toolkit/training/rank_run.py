@@ -263,7 +263,7 @@ class RankRun:
         Call it while `listening()`: the launcher signals the other ranks when the first one has ended.
         """
         hint = "" if supervised() else f". {resume_hint(self.folder)}"
-        self.accelerator.print(f"stopped after step {step}, as asked{hint}")
+        self.accelerator.print(f"stopped after step {step}, as requested{hint}")
         self.accelerator.end_training()
         return 128 + (self.stop.number or signal.SIGTERM)
 

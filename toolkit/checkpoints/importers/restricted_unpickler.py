@@ -111,7 +111,7 @@ def explain_refusals(path: Path | str) -> Iterator[None]:
 
 def _refusal(path: Path | str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} asks for {name!r}, which is not on the list of allowed classes. No code of it was run. "
+        f"{path} contains {name!r}, which is not on the list of allowed classes. No code of it was run. "
         "If you trust the file, write the checkpoint again without that object."
     )
 

@@ -64,7 +64,7 @@ class Weights:
         tensor, shape = self.entries[name].read().contiguous(), self.entries[name].shape
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{name} has the shape {tuple(tensor.shape)}, but the {self.kind} says {shape}. Copy it again."
+                f"{name} has the shape {tuple(tensor.shape)}, expected {shape} by the {self.kind}. Copy it again."
             )
         return tensor
 

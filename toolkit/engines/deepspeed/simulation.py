@@ -6,6 +6,7 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from toolkit.core.units import BYTES_OF, ceil_div, round_up
 from toolkit.engines.base import Engine
@@ -72,6 +73,7 @@ class ZeroForecast(Engine):
     def simulate_training(self, simulation: Simulation) -> None:
         """Enter the masters, the moments, the buckets of gradients and the partitions that they end in."""
         simulation.keep("master", simulation.state.master)
+        _restore_masters(simulation)
         moves = Fetches(simulation) if stage_of(simulation.job.strategy) == 3 else _Buckets(simulation)
         simulation.hold_moments()
         simulation.walk(moves)
@@ -100,6 +102,16 @@ class ZeroForecast(Engine):
             transfers = gathers(job)
             transfers.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
         return [*transfers, *host_transfers(job, gradients_to_host(job))]
+
+
+def _restore_masters(simulation: Simulation) -> None:
+    """Enter the reading of exact masters, one whole tensor at a time (`training/preparation.py`)."""
+    job = simulation.job
+    assert job.spec is not None
+    rounded = job.precision.mixed and job.spec.config.get("dtype") not in (None, job.compute_dtype)
+    if rounded and job.strategy.adapter == "none":
+        largest = max((state.elements for state in parameters_of(job) if state.trainable), default=0)
+        simulation.ledger.touch("workspace", largest * BYTES_OF["float32"])
 
 
 def _adds_on_device(job: Job) -> bool:
@@ -205,15 +217,11 @@ class _Buckets:
         self._bucket.append(name)
 
     def _flush(self) -> None:
-        """Follow `reduce_ipg_grads`: join and send what goes to one rank; keep this rank's part in its partition."""
+        """Follow `reduce_ipg_grads`: join slices and send them; keep this rank's part in its partition."""
         assert self._bucket is not None
-        counts = [0] * self._job.parallelism.shard_size
-        for name in self._bucket:
-            for rank, elements in self._ranges[name].items():
-                counts[rank] += elements
-        several = sum(len(self._ranges[name]) for name in self._bucket) > 1
-        cast = max(counts) * self._cast
-        self._ledger.touch("buffers", (max(counts) * self._size if several else 0) + cast)
+        for slices in self._sent():
+            joined = sum(slices) * self._size if len(slices) > 1 else 0
+            self._ledger.touch("buffers", joined + sum(slices) * self._cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]
             if mine and not self._partition and (self._fp32 or not self._offload):
@@ -227,6 +235,25 @@ class _Buckets:
                 self._ledger.hold("gradients", -self._elements[name] * self._size)
         self._bucket, self._filled = [], 0
 
+    def _sent(self) -> Iterator[list[int]]:
+        """Yield the elements of the slices that are sent together (`average_tensor`, `allreduce_and_scatter`).
+
+        Neighbours of one rank are one slice, but not where each is added to this rank's fp32 sum.
+        """
+        slices: list[int] = []
+        last = None
+        for name in self._bucket or ():
+            for rank, elements in self._ranges[name].items():
+                if rank == last and not (self._fp32 and rank == self._own):
+                    slices[-1] += elements
+                else:
+                    if sum(slices) > self._room:
+                        yield slices
+                        slices = []
+                    slices.append(elements)
+                last = rank
+        yield slices
+
     def step(self) -> None:
         """Take the norm, in fp64 one gradient at a time. Join the partition's gradients and cast them to the masters' dtype.
 
@@ -236,8 +263,11 @@ class _Buckets:
         if self._offload:
             return
         self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
-        largest = max((ranks.get(self._own, 0) for ranks in self._ranges.values()), default=0)
-        self._ledger.touch("gradients", largest * BYTES_OF["float64"])
+        # Partitions in fp32 are equally large, so the fullest rank is the one with the largest slice.
+        slices = [
+            count for ranks in self._ranges.values() for rank, count in ranks.items() if self._fp32 or rank == self._own
+        ]
+        self._ledger.touch("gradients", max(slices, default=0) * BYTES_OF["float64"])
         stepped = BYTES_OF[self._job.weight_dtype]
         if not self._fp32:
             self._ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))

@@ -273,7 +273,9 @@ class Fetches:
         whole = sum(self._elements[name] for name in self._bucket)
         cast = whole * self._reduced if self._reduced != self._size else 0
         alone = len(self._bucket) == 1 and whole % self._ranks == 0
-        self._ledger.touch("buffers", cast + (0 if alone else whole * self._reduced))
+        # Gloo's reduce-scatter works on a copy.
+        joined = 0 if alone and self._job.device.kind == "cuda" else whole * self._reduced
+        self._ledger.touch("buffers", cast + joined)
         if self._filled > self._room:
             self._ledger.hold("gradients", -self._elements[self._bucket[0]] * self._size)
         self._bucket, self._filled = [], 0
