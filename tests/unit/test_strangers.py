@@ -202,8 +202,9 @@ def test_a_lock_that_is_a_link_names_nobody(here: Path) -> None:
     run = runs.write(here / "run", [])
     (run.path / "lock").unlink()
     (run.path / "lock").symlink_to(theirs)
+    before = psutil.Process().children()
     with locked(run, {}):
-        other = psutil.Process().children()[0]
+        (other,) = set(psutil.Process().children()) - set(before)
         about = {**process_of(other.pid), "started": run_lock.started(other.pid)}
         theirs.write_text(json.dumps({"token": "x"}) + "\n" + json.dumps({"role": "supervisor", **about}) + "\n")
         assert not supervises(about, run.path)
