@@ -27,14 +27,8 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines.adapters import (
-    _seeded_by_name,
-    adapt,
-    add_adapter,
-    packed_experts,
-    save_packed_weights,
-    unpack_experts,
-)
+from toolkit.engines.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
+from toolkit.engines.fused_experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
 from toolkit.models import describe, embedded_config
 from toolkit.models.hf_loading import load_tokenizer

@@ -22,7 +22,8 @@ from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
 from toolkit.core.units import BYTES_OF, dtype_name, format_bytes
 from toolkit.devices.machine import hardware
-from toolkit.engines.adapters import adapt, quantized_modules, unpack_experts
+from toolkit.engines.adapters import adapt, quantized_modules
+from toolkit.engines.fused_experts import unpack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.folders import Source, atomic_dir, check_target, opened_source
 from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs, write_adapter

@@ -13,8 +13,9 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
-from toolkit.engines.adapters import import_bitsandbytes, keep_packing, pack_experts, quantization
+from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization
 from toolkit.engines.base import kept_dtype
+from toolkit.engines.fused_experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.models import ModelSpec

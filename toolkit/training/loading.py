@@ -14,14 +14,13 @@ from toolkit.engines.adapters import (
     adapt,
     check_quantized,
     keep_packing,
-    mark_experts,
-    pack_experts,
     quantization,
     quantized_weights,
     read_dtype,
     require_libraries,
 )
 from toolkit.engines.base import engine_environment, engine_of
+from toolkit.engines.fused_experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers

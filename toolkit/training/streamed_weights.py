@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import ceil_div
-from toolkit.engines.adapters import packed_experts
+from toolkit.engines.fused_experts import packed_experts
 from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
