@@ -19,6 +19,8 @@ from toolkit.launcher import RestartPolicy, Stopped, supervise_with_restarts
 from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.heartbeat import Beat
 
+RECORD = {"finished": None, "strategy": {}, "train_config": {}, "run_config": {}, "ranks": 1}
+
 DIES_AT = (3, 5, 4, 4)
 """The step in which an attempt ends."""
 
@@ -40,7 +42,7 @@ def main(path: Path) -> None:
                 time.sleep(120)
     attempts = len(atomic_io.read_events(run.path / "attempts.jsonl"))
     atomic_io.append_line(run.path / "attempts.jsonl", {"number": attempts})
-    atomic_io.write_json(run.run_json, {"finished": None})
+    atomic_io.write_json(run.run_json, RECORD)
     atomic_io.cut_events(run.events, 0)
     with Beat(run.beat(0), 0) as beat:
         for step in range(1, DIES_AT[attempts]):

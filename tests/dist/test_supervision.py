@@ -382,7 +382,8 @@ def test_restarts_in_vain_come_to_an_end(tmp_path: Path) -> None:
         assert f"\nRestart {number} of 5, from step 0, since there is no checkpoint yet.\n" in done.stderr
     for step in (3, 5, 4):
         assert f"It was in step {step}. Its last lines" in done.stderr
-    assert done.stderr.endswith("\n2 restarts in a row made no new step, so no further restart follows.\n")
+    last = f"There is no checkpoint. `toolkit resume {tmp_path / 'run'}` starts again from step 0."
+    assert done.stderr.endswith(f"\n2 restarts in a row made no new step, so no further restart follows.\n{last}\n")
 
 
 def test_a_rank_without_memory_is_named_and_the_micro_batch_shrinks(runs: dict[str, Running]) -> None:
