@@ -22,6 +22,7 @@ from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
 from toolkit.engines.adapters import adapt
 from toolkit.engines.base import engine_of
+from toolkit.engines.deepspeed.simulation import _Buckets
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
@@ -386,3 +387,22 @@ def test_a_bucket_that_an_engine_does_not_have_is_refused() -> None:
         Strategy(sharding="zero1", overlap_comm="on")
     with pytest.raises(StrategyError, match=r"min_lr 0\.1 is above lr"):
         TrainConfig(lr=0.01, min_lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bucket", "expected"),
+    [
+        (False, ["a"], [[8]]),
+        (False, ["b", "a"], [[4, 2, 8]]),  # `b` ends in the partition of rank 1, `a` lies in that of rank 0
+        (False, ["c"], [[12], [30]]),  # the first slice is over the bucket's size
+        (False, ["e", "d"], [[3]]),
+        (True, ["e", "d"], [[1, 2]]),  # each is added to this rank's fp32 sum
+        (False, [], [[]]),
+    ],
+)
+def test_zero_sends_slices_together(fp32: bool, bucket: list[str], expected: list[list[int]]) -> None:
+    """As `average_tensor` and `allreduce_and_scatter` do (deepspeed/runtime/zero/stage_1_and_2.py)."""
+    buckets = _Buckets.__new__(_Buckets)
+    buckets._ranges = {"a": {0: 8}, "b": {0: 4, 1: 2}, "c": {0: 12, 1: 30}, "d": {1: 2}, "e": {1: 1}}
+    buckets._bucket, buckets._fp32, buckets._own, buckets._room = bucket, fp32, 1, 10
+    assert list(buckets._reductions()) == expected

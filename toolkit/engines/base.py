@@ -210,7 +210,7 @@ class Engine(OptimizerStep):
         return nullcontext()
 
     def after_prepare(self, prepared: Prepared) -> None:
-        """Change the prepared model; only one that `toolkit.load` has read."""
+        """Change the prepared model. Called for models from `toolkit.load` or `toolkit.prepare`."""
 
     def check(self, prepared: Prepared) -> list[str]:
         """Return a sentence for each difference from the request: class, stage, mesh, offload."""

@@ -167,8 +167,13 @@ def resume_hint(folder: Folder) -> str:
     if recorded.get("target"):
         return f"Your own code continues from what it saved: {command} runs it again."
     if newest := next(iter(list_checkpoints(folder.checkpoints)), None):
-        complete = newest.name == folder_name(last_step(folder.events))
-        state = f"Published: {newest}" if complete else f"The step did not end; the newest checkpoint is {newest}"
+        last = last_step(folder.events)
+        complete = newest.name == folder_name(last)
+        state = (
+            f"Published: {newest}"
+            if complete
+            else f"The last finished step is {last}, and the newest checkpoint {newest}"
+        )
         return f"{state}. {command} continues from it."
     saves = from_dict(RunConfig, recorded["run_config"]).checkpoints
     reason = "" if saves else " (they are off: --save-every 0 --save-seconds 0)"

@@ -105,12 +105,13 @@ class ZeroForecast(Engine):
 
 
 def _restore_masters(simulation: Simulation) -> None:
-    """Enter the reading of exact masters, one whole tensor at a time (`training/preparation.py`)."""
+    """Enter the reading of exact masters: the whole tensor that is written, and the next (`training/preparation.py`)."""
     job = simulation.job
     assert job.spec is not None
-    rounded = job.precision.mixed and job.spec.config.get("dtype") not in (None, job.compute_dtype)
+    rounded = job.precision.mixed and (job.spec.config.get("dtype") or "float32") != job.compute_dtype
     if rounded and job.strategy.adapter == "none":
-        largest = max((state.elements for state in parameters_of(job) if state.trainable), default=0)
+        sizes = [0, *(state.elements for state in parameters_of(job) if state.trainable)]
+        largest = max(map(sum, itertools.pairwise(sizes)), default=0)
         simulation.ledger.touch("workspace", largest * BYTES_OF["float32"])
 
 
@@ -219,23 +220,27 @@ class _Buckets:
     def _flush(self) -> None:
         """Follow `reduce_ipg_grads`: join slices and send them; keep this rank's part in its partition."""
         assert self._bucket is not None
-        for slices in self._sent():
+        if self._fp32 and any(self._own in self._ranges[name] for name in self._bucket):
+            self._hold_partition()  # `_build_compact_grad_partition_buffer`, before anything is sent
+        for slices in self._reductions():
             joined = sum(slices) * self._size if len(slices) > 1 else 0
             self._ledger.touch("buffers", joined + sum(slices) * self._cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]
-            if mine and not self._partition and (self._fp32 or not self._offload):
-                whole = sum(
-                    self._elements[parameter] for parameter, ranks in self._ranges.items() if self._own in ranks
-                )
-                # With fp32 accumulation: `_build_compact_grad_partition_buffer`.
-                self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
-                self._ledger.hold("gradients", self._partition)
+            if mine and not self._offload:
+                self._hold_partition()
             if self._elements[name] > self._room and (mine or self._early):
                 self._ledger.hold("gradients", -self._elements[name] * self._size)
         self._bucket, self._filled = [], 0
 
-    def _sent(self) -> Iterator[list[int]]:
+    def _hold_partition(self) -> None:
+        """Hold the gradients of this rank's partition: an fp32 sum of its elements, else each of its parameters whole."""
+        if not self._partition:
+            whole = sum(self._elements[name] for name, ranks in self._ranges.items() if self._own in ranks)
+            self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
+            self._ledger.hold("gradients", self._partition)
+
+    def _reductions(self) -> Iterator[list[int]]:
         """Yield the elements of the slices that are sent together (`average_tensor`, `allreduce_and_scatter`).
 
         Neighbours of one rank are one slice, but not where each is added to this rank's fp32 sum.

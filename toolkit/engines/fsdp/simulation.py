@@ -188,8 +188,8 @@ class _Groups:
         """Bytes of the last gather's output, kept until the next one's is copied out."""
         self._reducing = 0
         """Bytes of the input of the last reduce-scatter, kept until the next one begins."""
-        self._sent = 0
-        """Bytes of the copy that gloo's reduce-scatter works on: its thread frees it while the next group is copied out."""
+        self._gloo_copy = 0
+        """Bytes of the copy that gloo's reduce-scatter works on: its thread frees it once the next group begins."""
         self._waiting = 0
         """Bytes of reduced shards that are still on the device although they are offloaded."""
 
@@ -224,7 +224,7 @@ class _Groups:
         """Reduce the remaining gradients, and free the buffers."""
         for group in self._groups:
             self._reduce_scatter(group)
-        self._release_sent()
+        self._release_gloo_copy()
         self._ledger.hold("buffers", -self._reducing - self._waiting)
         self._reducing = self._waiting = 0
         if self._early is not None:  # a frozen group's, which no backward used
@@ -235,6 +235,8 @@ class _Groups:
         """Cast this rank's shards, gather them, and copy each parameter out of the result."""
         size = group.elements * self._compute
         if not size or group.whole:
+            if backward:
+                self._release_gloo_copy()
             return
         if self._early is group:
             self._early = None
@@ -243,7 +245,7 @@ class _Groups:
         group.whole = True
         if backward:
             self._ledger.touch("buffers", size)
-            self._release_sent()
+            self._release_gloo_copy()
         else:
             self._release_gathered()
             self._ledger.hold("buffers", size)
@@ -262,9 +264,9 @@ class _Groups:
         self._ledger.hold("buffers", -self._gathered)
         self._gathered = 0
 
-    def _release_sent(self) -> None:
-        self._ledger.hold("workspace", -self._sent)
-        self._sent = 0
+    def _release_gloo_copy(self) -> None:
+        self._ledger.hold("workspace", -self._gloo_copy)
+        self._gloo_copy = 0
 
     def _prefetch(self) -> None:
         """Follow `_backward_prefetch`: gather the next group before this one computes."""
@@ -284,7 +286,7 @@ class _Groups:
         self._free_whole(group)
         if not group.gradients:
             return
-        self._release_sent()
+        self._release_gloo_copy()
         self._ledger.hold("buffers", -self._reducing)
         self._reducing = group.trained * self._reduce
         self._ledger.hold("buffers", self._reducing)
@@ -299,8 +301,8 @@ class _Groups:
         elif self._offload:
             self._ledger.touch("buffers", shard)
         if self._gloo:
-            self._sent = self._reducing
-            self._ledger.hold("workspace", self._sent)
+            self._gloo_copy = self._reducing
+            self._ledger.hold("workspace", self._gloo_copy)
         self._ledger.hold("gradients", -last)
         group.gradients = {}
         if group.reduced:  # added to what earlier micro-batches left
