@@ -51,7 +51,11 @@ def test_results_say_of_which_commit() -> None:
     before = {"hashing", "kill", "load_peak", "forecast_accuracy", "published", "sliders"}
     commits = {path.stem: json.loads(path.read_text()).get("commit") for path in (FOLDER / "results").glob("*.json")}
     assert {name for name, commit in commits.items() if commit is None} <= before
-    assert [name for name, commit in commits.items() if commit and not re.fullmatch(r"[0-9a-f]{40}", commit)] == []
+    assert [
+        name
+        for name, commit in commits.items()
+        if commit and not re.fullmatch(r"[0-9a-f]{40}(, [0-9a-f]{40})*", commit)
+    ] == []
 
 
 def test_a_commit_is_named_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
