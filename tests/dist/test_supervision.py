@@ -275,7 +275,8 @@ def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, st
     assert (run.path / "report.html").exists() == (name != "bare")
     assert found.to_dict()["attempts"] == attempts(run)
     if status == "failed" or name == "silent":
-        assert run.err.endswith(f"toolkit: {found.words}\n")
+        hint = f"There is no checkpoint. `toolkit resume {run.path}` starts again from step 0.\n"
+        assert run.err.endswith(f"toolkit: {found.words}\n" + (hint if status == "failed" else ""))
 
 
 def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
@@ -295,7 +296,7 @@ def test_a_rank_that_raises_ends_the_whole_run(runs: dict[str, Running]) -> None
     first, _, last_lines = run.err.partition(" Its last lines (")
     assert re.fullmatch(r"toolkit: rank 1 ended with RuntimeError: a fault in the middle. It was .* step \d+\.", first)
     assert last_lines.startswith(str(run.path / "logs" / "rank-1.log"))
-    assert last_lines.rstrip().endswith("RuntimeError: a fault in the middle")
+    assert "RuntimeError: a fault in the middle\nThere is no checkpoint. " in last_lines
     assert "rank 1 " in (run.path / "report.html").read_text()
 
 
