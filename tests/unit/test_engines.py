@@ -406,3 +406,17 @@ def test_zero_sends_slices_together(fp32: bool, bucket: list[str], expected: lis
     buckets._ranges = {"a": {0: 8}, "b": {0: 4, 1: 2}, "c": {0: 12, 1: 30}, "d": {1: 2}, "e": {1: 1}}
     buckets._bucket, buckets._fp32, buckets._own, buckets._room = bucket, fp32, 1, 10
     assert list(buckets._reductions()) == expected
+
+
+def test_fsdp_expects_the_moments_of_a_ranks_own_rows() -> None:
+    """Experts that the ranks do not divide: parameters are padded, moments are not. torch splits as `chunk` does."""
+    spec = describe(
+        LlamaConfig(vocab_size=10, hidden_size=16, intermediate_size=22, num_hidden_layers=1, num_attention_heads=4)
+    )
+    job = resolve(Strategy(sharding="fsdp", precision="fp32"), TrainConfig(), spec, 4, hardware().device)
+    for rank in range(4):
+        pieces = [torch.empty(parameter.shape).chunk(4) for parameter in spec.parameters]
+        elements = sum(piece[rank].numel() for piece in pieces if rank < len(piece))
+        expected = engine_of(job.strategy).expected_state(job, rank)
+        assert expected.optimizer == 8 * elements
+        assert expected.trainable == engine_of(job.strategy).expected_state(job, 0).trainable

@@ -6,12 +6,12 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
-from toolkit.engines.records import Transfer
+from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import (
     Simulation,
     expert_copies,
@@ -20,7 +20,7 @@ from toolkit.engines.simulation import (
     stream_weights,
     streams,
 )
-from toolkit.engines.states import State, parameters_of, trained_elements
+from toolkit.engines.states import State, optimizer_bytes, parameters_of, trained_elements
 from toolkit.engines.traces import Trace
 
 
@@ -39,6 +39,16 @@ class FSDPForecast(Engine):
         torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated.
         """
         return shard_elements(state, job.parallelism.shard_size)
+
+    def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
+        """Return the bytes of states that a rank holds. Parameters are padded to equal parts, moments are not."""
+        place, ranks, elements = job.coordinates(rank).dp_shard, job.parallelism.shard_size, 0
+        for state in parameters_of(job):
+            if state.trainable:
+                rows = state.shape[0] if state.shape else 1
+                most = ceil_div(rows, ranks)
+                elements += max(0, min(most, rows - place * most)) * (state.elements // rows)
+        return replace(super().expected_state(job, rank), optimizer=optimizer_bytes(job, elements))
 
     def reduce_dtype(self, job: Job) -> str:
         """Return the dtype of the mixed-precision policy, else the parameters'."""
