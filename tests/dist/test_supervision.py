@@ -296,7 +296,8 @@ def test_a_rank_that_raises_ends_the_whole_run(runs: dict[str, Running]) -> None
     first, _, last_lines = run.err.partition(" Its last lines (")
     assert re.fullmatch(r"toolkit: rank 1 ended with RuntimeError: a fault in the middle. It was .* step \d+\.", first)
     assert last_lines.startswith(str(run.path / "logs" / "rank-1.log"))
-    assert "RuntimeError: a fault in the middle\nThere is no checkpoint. " in last_lines
+    hint = f"There is no checkpoint. `toolkit resume {run.path}` starts again from step 0.\n"
+    assert last_lines.endswith(f"RuntimeError: a fault in the middle\n{hint}")
     assert "rank 1 " in (run.path / "report.html").read_text()
 
 

@@ -83,10 +83,11 @@ def supervise_with_restarts(
             done = value_or(furthest, last_step, folder.events)
             idle = idle + 1 if restarts and done <= furthest else 0
             furthest = max(furthest, done)
-            in_vain = f"\n{IN_VAIN} restarts in a row made no new step, so no further restart follows."
-            if restarts == restart_policy.restarts or idle == IN_VAIN:
-                why = in_vain if idle == IN_VAIN else ""
-                raise type(error)(f"{error}{why}\n{value_or('', resume_hint, folder)}".rstrip()) from None
+            in_vain = idle == IN_VAIN
+            if in_vain or restarts == restart_policy.restarts:
+                why = f"{IN_VAIN} restarts in a row made no new step, so no further restart follows." if in_vain else ""
+                lines = filter(None, [str(error), why, value_or("", resume_hint, folder)])
+                raise type(error)("\n".join(lines)) from None
             restarts += 1
             _report(folder, f"{error}\nRestart {restarts} of {restart_policy.restarts}")
         arguments = [*again, *smaller] if folder.run_json.exists() else list(first)

@@ -24,10 +24,11 @@ from toolkit.engines.states import State, optimizer_bytes, parameters_of, traine
 from toolkit.engines.traces import Trace
 
 
-def shard_elements(state: State, ranks: int) -> int:
-    """Return the elements of a parameter that each of `ranks` holds: equally many rows, the last padded."""
+def shard_elements(state: State, ranks: int, place: int = 0) -> int:
+    """Return the elements of a parameter in one of `ranks` parts of its rows. Others are padded to the first."""
     rows = state.shape[0] if state.shape else 1
-    return ceil_div(rows, ranks) * (state.elements // rows)
+    most = ceil_div(rows, ranks)
+    return max(0, min(most, rows - place * most)) * (state.elements // rows)
 
 
 class FSDPForecast(Engine):
@@ -42,12 +43,8 @@ class FSDPForecast(Engine):
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return the bytes of states that a rank holds. Parameters are padded to equal parts, moments are not."""
-        place, ranks, elements = job.coordinates(rank).dp_shard, job.parallelism.shard_size, 0
-        for state in parameters_of(job):
-            if state.trainable:
-                rows = state.shape[0] if state.shape else 1
-                most = ceil_div(rows, ranks)
-                elements += max(0, min(most, rows - place * most)) * (state.elements // rows)
+        place, ranks = job.coordinates(rank).dp_shard, job.parallelism.shard_size
+        elements = sum(shard_elements(state, ranks, place) for state in parameters_of(job) if state.trainable)
         return replace(super().expected_state(job, rank), optimizer=optimizer_bytes(job, elements))
 
     def reduce_dtype(self, job: Job) -> str:
