@@ -53,6 +53,21 @@ def bloom(folder: Path) -> Path:
     return _save("BloomForCausalLM", folder, hidden_size=64, n_layer=2, n_head=4)
 
 
+def gpt2(folder: Path) -> Path:
+    """Weights that are packed the other way round, and the published files' names, without the base model's."""
+    from safetensors.torch import load_file, save_file
+
+    path = _save("GPT2LMHeadModel", folder, n_embd=64, n_layer=2, n_head=4, n_inner=96) / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def gpt_neox(folder: Path) -> Path:
+    """A head with another name in the files."""
+    return _save("GPTNeoXForCausalLM", folder, **WIDTH, intermediate_size=96)
+
+
 def phi(folder: Path) -> Path:
     """A LayerNorm behind the layers, which accelerate does not find under an adapter."""
     return _save("PhiForCausalLM", folder, **WIDTH, intermediate_size=128)

@@ -149,13 +149,11 @@ def blas_workspaces(job: Job) -> int:
 
 
 def streams(job: Job) -> bool:
-    """Return whether weights are read one at a time: not where the files hold them in another form, or DoRA needs them all."""
+    """Return whether weights are read one at a time: not from quantized files, in 8 bits, or for DoRA, which needs them all."""
     assert job.spec is not None
     adapter = job.strategy.adapter
-    joined = job.spec.copied and not packs_experts(job)
-    converted = joined or job.spec.frozen or "quantization_config" in job.spec.config
     packs = adapter != "qlora" or bool(packed_names(job.spec, adapter))
-    return packs and not converted and adapter not in ("dora", "qlora8")
+    return packs and "quantization_config" not in job.spec.config and adapter not in ("dora", "qlora8")
 
 
 def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = False) -> Iterator[State]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,31 +60,22 @@ def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, A
     return reverted
 
 
-def disk_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in the files of all parameters that need no conversion."""
+def disk_layouts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield how files may hold a parameter of this shape: names and shapes of tensors that lie row below row in it.
+
+    Under its own name; as transformers writes it (other names, one expert a tensor); and without the name of the base model.
+    """
     import torch
 
-    probes = {name: torch.empty(1) for name in names}
-    owners = {probe.data_ptr(): name for name, probe in probes.items()}
-    return {
-        owners[probe.data_ptr()]: name
-        for name, probe in disk_tensors(model, probes).items()
-        if probe.data_ptr() in owners
-    }
-
-
-def disk_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the files' tensors that make up a fused parameter, row by row; empty for other layouts."""
-    import torch
-
-    experts, rows, columns = shape
-    numbers = torch.arange(experts * rows)
-    parts = disk_tensors(model, {name: numbers.view(experts, rows, 1)})
-    in_order = sorted(parts.items(), key=lambda item: int(item[1].flatten()[0]))
-    joined = torch.cat([part.flatten() for _, part in in_order])
-    if not torch.equal(joined, numbers) or any(part.dim() not in (2, 3) for part in parts.values()):
-        return {}
-    return {source: (*part.shape[:-1], columns) for source, part in in_order}
+    yield {name: shape}
+    # Numbered rows show where a conversion takes them.
+    numbers = torch.arange(math.prod(shape[:-1]))
+    with contextlib.suppress(ValueError):
+        parts = disk_tensors(model, {name: numbers.view(*shape[:-1], 1)})
+        in_order = sorted(parts.items(), key=lambda item: int(item[1].flatten()[0]))
+        if torch.equal(torch.cat([part.flatten() for _, part in in_order]), numbers):
+            yield {source: (*part.shape[:-1], *shape[-1:]) for source, part in in_order}
+    yield {name.removeprefix(f"{model.base_model_prefix}."): shape}
 
 
 @contextmanager

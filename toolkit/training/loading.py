@@ -167,6 +167,8 @@ class Reader:
         None where the files hold the weights in another form than the model.
         """
         from transformers import GenerationConfig
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
 
         model = self._build_empty()
         # Where some parameters stay in fp32, or the files are quantized, a cast is not enough.
@@ -177,7 +179,8 @@ class Reader:
             return None
         with contextlib.suppress(OSError):  # it has none, and transformers has made one from the config
             model.generation_config = GenerationConfig.from_pretrained(self.spec.source)
-        self._complete(model, [])
+        conversions = get_model_conversion_mapping(model, add_legacy=False) if weights.renamed else []
+        self._complete(model, [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)])
         model.streamed_weights = weights
         return model
 

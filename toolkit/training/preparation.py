@@ -151,9 +151,10 @@ def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
 
     accelerator, spec = prepared.accelerator, cast("ModelSpec", prepared.job.spec)
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters if spec.trains(parameter.name)}
-    weights = StreamedWeights.of_shapes(accelerator, spec, shapes)
+    model = accelerator.unwrap_model(prepared.model)
+    weights = StreamedWeights.of_shapes(accelerator, spec, model, shapes)
     if weights is not None:
-        rounded = set(weights.dtypes.values()) != {prepared.job.compute_dtype}
+        rounded = weights.dtypes != {prepared.job.compute_dtype}
         yield from ((name, weights.share(name).float()) for name in (shapes if rounded else ()))
         return
     whole: dict[str, torch.Tensor] = {}

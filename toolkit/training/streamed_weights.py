@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.core.units import ceil_div
 from toolkit.engines.fused_experts import packed_experts
@@ -14,7 +15,7 @@ from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.files import SAFETENSORS_DTYPES
-from toolkit.models.hf_loading import disk_names, disk_parts
+from toolkit.models.hf_loading import disk_layouts
 
 if TYPE_CHECKING:
     import torch
@@ -27,53 +28,57 @@ FLOATS = {"float64", "float32", "float16", "bfloat16"}
 """Dtypes of weights that need no more than a cast."""
 
 
+@dataclass
+class Source:
+    """Where the files hold a weight."""
+
+    tensors: list[str]
+    """Names of the tensors that are joined along their rows."""
+    dtype: str
+    shape: tuple[int, ...]
+    """The weight's own, as the files have it."""
+
+
 class StreamedWeights:
-    """The weights of a checkpoint with the model's own names in its files."""
+    """The weights of a checkpoint, each of one tensor in the files or of several that lie row below row in it."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        spec: ModelSpec,
-        files: Mapping[str, Any],
-        dtypes: Mapping[str, str],
-        shapes: Shapes,
+        self, accelerator: Accelerator, spec: ModelSpec, files: Mapping[str, Any], sources: Mapping[str, Source]
     ) -> None:
-        """Take the open files by the names of their tensors, which only rank 0 has; the tensors' dtypes and shapes."""
-        self._accelerator, self._files, self.dtypes, self._shapes = accelerator, files, dtypes, shapes
+        """Take the open files by the names of their tensors, which only rank 0 has."""
+        self._accelerator, self._files, self._sources = accelerator, files, sources
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
         self._packing: dict[str, Any] = {}
-        self._sources: dict[str, list[str]] = {}
-        """A parameter → the tensors of the files that are joined along their rows to make it."""
         self._code: torch.Tensor | None = None
         self.closed = False
 
     @classmethod
-    def of_shapes(cls, accelerator: Accelerator, spec: ModelSpec, shapes: Shapes) -> StreamedWeights | None:
-        """Open the files of a checkpoint for weights of these names and shapes. A collective.
+    def of_shapes(
+        cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel, shapes: Shapes
+    ) -> StreamedWeights | None:
+        """Open the files of a checkpoint for a model's weights of these names and shapes. A collective.
 
         Returns:
-            None where transformers has to convert the files: other names, experts one by one, 8-bit weights.
+            None where transformers has to convert the files: joined along their columns, 8-bit weights.
 
         Raises:
             ModelError: where the model has no weights.
         """
         files: dict[str, Any] = {}
 
-        def read_dtypes() -> dict[str, str] | None:
+        def find() -> dict[str, tuple[list[str], str]] | None:
             from safetensors import safe_open
 
             for path in require_weights(spec):
                 file: Any = safe_open(path, framework="pt")
                 files.update(dict.fromkeys(file.keys(), file))
-            if not shapes.keys() <= files.keys():
-                return None
-            slices = {name: files[name].get_slice(name) for name in shapes}
-            dtypes = {name: SAFETENSORS_DTYPES.get(part.get_dtype(), "") for name, part in slices.items()}
-            same = all(tuple(slices[name].get_shape()) == shape for name, shape in shapes.items())
-            return dtypes if same and set(dtypes.values()) <= FLOATS else None  # 8-bit weights have scales of their own
+            sources = {name: _source(files, model, name, shape) for name, shape in shapes.items()}
+            return None if None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
 
-        dtypes = on_main(accelerator, read_dtypes)
-        return None if dtypes is None else cls(accelerator, spec, files, dtypes, shapes)
+        found = on_main(accelerator, find)
+        if found is None:
+            return None
+        return cls(accelerator, spec, files, {name: Source(*found[name], shape) for name, shape in shapes.items()})
 
     @classmethod
     def of_model(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
@@ -82,19 +87,11 @@ class StreamedWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *buffers.items())}
         packed = {name: module for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
         for name, module in packed.items():
-            shapes[f"{name}.weight"] = (module.out_features, module.in_features)
-        sources: dict[str, list[str]] = {}
-        if experts := packed_experts(model):
-            renamed = disk_names(model, [name for name in shapes if name not in experts])
-            for name, shape in [*shapes.items()]:
-                parts = disk_parts(model, name, experts[name]) if name in experts else {renamed.get(name, ""): shape}
-                sources[name] = [*parts]
-                del shapes[name]
-                shapes |= parts
-        weights = cls.of_shapes(accelerator, spec, shapes)
-        if weights is None or not all(sources.values()):
+            shape = module.out_features, module.in_features
+            shapes[f"{name}.weight"] = shape[::-1] if _is_transposed(module) else shape
+        weights = cls.of_shapes(accelerator, spec, model, shapes | packed_experts(model))
+        if weights is None:
             return None
-        weights._sources = sources
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, weights.share(name).to("cpu", buffer.dtype, copy=True))
@@ -102,9 +99,19 @@ class StreamedWeights:
             weights._packing = {"storage": module.weight.quant_storage, "kind": module.weight.quant_type}
         return weights
 
+    @property
+    def dtypes(self) -> set[str]:
+        """torch's names of the dtypes in the files."""
+        return {source.dtype for source in self._sources.values()}
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the files hold weights under other names than the model's, or in parts."""
+        return any(source.tensors != [name] for name, source in self._sources.items())
+
     def __contains__(self, name: str) -> bool:
         """Whether a parameter of the model, perhaps under an adapter, is the checkpoint's."""
-        return self.source_name(name) in self._shapes or self.source_name(name) in self._sources
+        return self.source_name(name) in self._sources
 
     def source_name(self, name: str) -> str:
         """Return the checkpoint's name of a parameter, also of one under an adapter or of a tied one."""
@@ -115,12 +122,16 @@ class StreamedWeights:
         """Return a weight on every rank, in the file's dtype. A collective."""
         import torch
 
-        name, device = self.source_name(name), self._accelerator.device
-        (name,) = self._sources.get(name, [name])
-        if self._files:
-            whole: torch.Tensor = self._files[name].get_tensor(name).to(device)
+        source, device = self._sources[self.source_name(name)], self._accelerator.device
+        if self._files and len(source.tensors) == 1:
+            whole: torch.Tensor = self._files[source.tensors[0]].get_tensor(source.tensors[0]).to(device)
         else:
-            whole = torch.empty(self._shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device)
+            whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
+            rows, first = whole.view(-1, whole.shape[-1]), 0
+            for tensor in source.tensors if self._files else ():
+                part = self._files[tensor].get_tensor(tensor).view(-1, whole.shape[-1])
+                rows[first : first + len(part)] = part
+                first += len(part)
         self._broadcast(whole)
         return whole
 
@@ -137,7 +148,9 @@ class StreamedWeights:
             return data
         if type(module).__name__ == "Linear4bit" and leaf == "weight":
             shape = (module.out_features, module.in_features)
-            data, module.quant_state = self._share_packed(name, shape, module.compute_dtype)
+            data, module.quant_state = self._share_packed(
+                name, shape, module.compute_dtype, transposed=_is_transposed(module)
+            )
             return data
         return self.share(name)
 
@@ -174,7 +187,9 @@ class StreamedWeights:
             whole = whole.clone()  # rank 0's may be a view of the mapped file
         return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
-    def _share_packed(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    def _share_packed(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, transposed: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         """Return a packed weight of this whole shape on every rank, and its constants. A collective.
 
         The bits are those of `from_pretrained`: blocks of 64 weights are packed one by one (`quantize_4bit`).
@@ -190,7 +205,7 @@ class StreamedWeights:
         offset = torch.empty(1, dtype=torch.float32, device=device)
         nested = torch.empty(ceil_div(blocks, GROUP), dtype=torch.float32, device=device)
         if self._files:
-            exact = self._pack(name, dtype, data)
+            exact = self._pack(name, dtype, data, transposed)
             offset[0] = exact.mean()
             _, state = quantize_blockwise(exact - offset[0], blocksize=GROUP, out=scales)
             nested = state.absmax
@@ -210,20 +225,22 @@ class StreamedWeights:
         )
         return data, constants
 
-    def _pack(self, name: str, dtype: torch.dtype, data: torch.Tensor) -> torch.Tensor:
+    def _pack(self, name: str, dtype: torch.dtype, data: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Read a weight in pieces, pack them into `data`, and return the exact constant of each block."""
         import torch
         from bitsandbytes.functional import quantize_4bit
 
-        name = self.source_name(name)
         packed, first, exact = data.view(-1).view(torch.uint8), 0, []
-        for source in self._sources.get(name, [name]):
-            weight = self._files[source].get_slice(source)
-            *experts, rows, columns = weight.get_shape()
+        for source in self._sources[self.source_name(name)].tensors:
+            file = self._files[source]
+            # Both are views of the mapped file; only a piece is copied.
+            weight = file.get_tensor(source).T if transposed else file.get_slice(source)
+            *experts, rows, columns = weight.shape if transposed else weight.get_shape()
             step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
             # Experts that are fused in the file, too, are whole blocks each.
             for *expert, start in itertools.product(*map(range, experts), range(0, rows, step)):
-                piece = weight[*expert, start : start + step].to(self._accelerator.device, dtype)
+                piece = weight[*expert, start : start + step]
+                piece = piece.to(self._accelerator.device, dtype, memory_format=torch.contiguous_format)
                 part, state = quantize_4bit(
                     piece, blocksize=BLOCK, compress_statistics=False, quant_type=self._packing["kind"]
                 )
@@ -237,3 +254,25 @@ class StreamedWeights:
 
         if dist.is_initialized():
             dist.broadcast(tensor, src=0)
+
+
+def _source(
+    files: Mapping[str, Any], model: PreTrainedModel, name: str, shape: tuple[int, ...]
+) -> tuple[list[str], str] | None:
+    """Return the tensors in the files that hold a weight, and their dtype; None for other layouts and dtypes with scales."""
+    for layout in disk_layouts(model, name, shape):
+        if not layout.keys() <= files.keys():
+            continue
+        slices = [files[tensor].get_slice(tensor) for tensor in layout]
+        dtypes = {SAFETENSORS_DTYPES.get(part.get_dtype(), "") for part in slices}
+        shapes = [tuple(part.get_shape()) for part in slices]
+        if len(dtypes) == 1 and dtypes <= FLOATS and shapes == [*layout.values()]:
+            return [*layout], dtypes.pop()
+    return None
+
+
+def _is_transposed(module: Any) -> bool:
+    """Return whether a packed module was GPT-2's `Conv1D`, which transformers transposes before it packs."""
+    from transformers.pytorch_utils import Conv1D
+
+    return issubclass(module.source_cls, Conv1D)
