@@ -143,8 +143,8 @@ def _may_be_rounded(job: Job) -> bool:
 def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the fp32 values of each trained parameter on every rank; none where no tensor was cast while it was read.
 
-    A tensor at a time where the files use the model's own names. Where transformers converts them (fused experts), rank 0
-    reads the model whole into host memory.
+    A tensor at a time where the files hold them in a known layout (`disk_layouts`). Else rank 0 reads the model whole into
+    host memory.
     """
     import torch
     from accelerate.utils import broadcast

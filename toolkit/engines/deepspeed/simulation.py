@@ -105,20 +105,21 @@ class ZeroForecast(Engine):
 
 
 def _restore_masters(simulation: Simulation) -> None:
-    """Enter the reading of exact masters: the whole tensor that is written, and the next (`training/preparation.py`)."""
+    """Enter the reading of exact masters: the fp32 tensor that is written, and the next (`training/preparation.py`)."""
     job = simulation.job
     assert job.spec is not None
-    rounded = job.precision.mixed and (job.spec.config.get("dtype") or "float32") != job.compute_dtype
-    if rounded and job.strategy.adapter == "none":
+    stored = job.spec.config.get("dtype") or "float32"
+    if job.precision.mixed and stored != job.compute_dtype and job.strategy.adapter == "none":
+        exact = BYTES_OF["float32"]
+        read = exact + (0 if stored == "float32" else BYTES_OF.get(stored, exact))
         sizes = [0, *(state.elements for state in parameters_of(job) if state.trainable)]
-        largest = max(map(sum, itertools.pairwise(sizes)), default=0)
-        simulation.ledger.touch("workspace", largest * BYTES_OF["float32"])
+        largest = max((last * exact + size * read for last, size in itertools.pairwise(sizes)), default=0)
+        simulation.ledger.touch("workspace", largest)
 
 
 def _adds_on_device(job: Job) -> bool:
-    """Return whether stage 2 keeps an fp32 sum of its partition on the device (`_use_compact_grad_partition_buffer`)."""
-    stage = stage_of(job.strategy)
-    return stage == 2 and job.compute_dtype != "float32" and accumulation_dtype(job) == "float32"
+    """Return whether a fp32 sum of the partition lies on the device (`_use_compact_grad_partition_buffer`)."""
+    return stage_of(job.strategy) < 3 and job.compute_dtype != "float32" and accumulation_dtype(job) == "float32"
 
 
 def gradients_to_host(job: Job) -> list[Transfer]:
@@ -166,12 +167,18 @@ class _Buckets:
         """A second one is filled while the first is reduced (`setup_buckets`)."""
         self._size = BYTES_OF[job.compute_dtype]
         self._fp32 = _adds_on_device(job)
-
-        self._cast = BYTES_OF["float32"] if "communication_data_type" in job.settings else 0
+        self._staged = self._size if self._early or not self._fp32 else BYTES_OF["float32"]
+        """Bytes of an element on its way to the partition: stage 1 adds up whole gradients in fp32 (`grad_accum`)."""
+        casts = "communication_data_type" in job.settings and self._staged == self._size
+        self._cast = BYTES_OF["float32"] if casts else 0
         """Bytes of an element of the copy that is sent."""
         self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
-        self._own = _fullest_rank(self._ranges, self._elements, job.parallelism.shard_size)
+        ranks = job.parallelism.shard_size
+        # Partitions in fp32 are equally large, so the fullest rank is the one whose is there first: stage 2 begins with the
+        # last parameters, whose gradients come first, and stage 1 with the first.
+        first = ranks - 1 if self._early else 0
+        self._own = first if self._fp32 else _fullest_rank(self._ranges, self._elements, ranks)
         self._bucket: list[str] | None = None
         self._filled = 0
         self._partition = 0
@@ -189,7 +196,9 @@ class _Buckets:
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle a gradient, or the end of the backward."""
         if what == "gradient":
-            self._ledger.hold("gradients", size)
+            staged = size * self._staged // self._size
+            self._ledger.touch("gradients", size + staged if staged != size else 0)
+            self._ledger.hold("gradients", staged)
             if self._early:
                 self._on_gradient(name)
         elif what == "end":
@@ -202,18 +211,24 @@ class _Buckets:
     def _release(self) -> None:
         if self._bucket is not None:
             self._bucket = None
-            self._ledger.hold("buffers", -self._buffers * self._room * self._size)
+            self._ledger.hold("buffers", -self._buffers * self._room * self._staged)
+
+    def _drop(self) -> None:
+        """Drop what is left of the backward. Sums in fp32 (`grad_accum`) and the buckets that they lie in stay for the norm."""
+        self._release()
+        if not self._offload:
+            self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
         if self._bucket is None:
             self._bucket = []
-            self._ledger.hold("buffers", self._buffers * self._room * self._size)
+            self._ledger.hold("buffers", self._buffers * self._room * self._staged)
         elements = self._elements[name]
         if self._filled + elements > self._room:
             self._flush()
         if elements <= self._room:
-            self._ledger.hold("gradients", -elements * self._size)
+            self._ledger.hold("gradients", -elements * self._staged)
         self._filled += elements
         self._bucket.append(name)
 
@@ -223,14 +238,14 @@ class _Buckets:
         if self._fp32 and any(self._own in self._ranges[name] for name in self._bucket):
             self._hold_partition()  # `_build_compact_grad_partition_buffer`, before anything is sent
         for slices in self._reductions():
-            joined = sum(slices) * self._size if len(slices) > 1 else 0
+            joined = sum(slices) * self._staged if len(slices) > 1 else 0
             self._ledger.touch("buffers", joined + sum(slices) * self._cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]
             if mine and not self._offload:
                 self._hold_partition()
             if self._elements[name] > self._room and (mine or self._early):
-                self._ledger.hold("gradients", -self._elements[name] * self._size)
+                self._ledger.hold("gradients", -self._elements[name] * self._staged)
         self._bucket, self._filled = [], 0
 
     def _hold_partition(self) -> None:
@@ -264,15 +279,16 @@ class _Buckets:
 
         An fp32 sum is one tensor already.
         """
-        self._release()
+        if self._staged == self._size:
+            self._drop()
         if self._offload:
             return
-        self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
-        # Partitions in fp32 are equally large, so the fullest rank is the one with the largest slice.
+        # Any rank may have the largest slice.
         slices = [
             count for ranks in self._ranges.values() for rank, count in ranks.items() if self._fp32 or rank == self._own
         ]
         self._ledger.touch("gradients", max(slices, default=0) * BYTES_OF["float64"])
+        self._drop()
         stepped = BYTES_OF[self._job.weight_dtype]
         if not self._fp32:
             self._ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))
