@@ -6,7 +6,7 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from toolkit.core.units import BYTES_OF, ceil_div, round_up
 from toolkit.engines.base import Engine
@@ -56,6 +56,20 @@ class ZeroForecast(Engine):
                 "optimizer": optimizer_dtypes(job),
             },
         )
+
+    def simulated_ranks(self, job: Job) -> Sequence[int]:
+        """Return the ranks whose partition of gradients is there first, or has most whole parameters.
+
+        Stage 2 begins with the last parameters, whose gradients come first, and stage 1 with the first.
+        """
+        stage, ranks = stage_of(job.strategy), job.parallelism.shard_size
+        if stage == 3:
+            return (0,)
+        first = ranks - 1 if stage == 2 else 0
+        if _adds_on_device(job):  # then all are equally large
+            return (first,)
+        elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
+        return tuple(dict.fromkeys((first, _fullest_rank(_partition(elements, ranks)[1], elements, ranks))))
 
     def simulate_load(self, simulation: Simulation) -> None:
         """Load and prepare, until the parameters are partitioned or flattened."""
@@ -152,7 +166,7 @@ def through_buckets(job: Job) -> Transfer:
 
 
 class _Buckets:
-    """Stages 1 and 2 on the rank with the largest partition."""
+    """Stages 1 and 2."""
 
     grows = True
 
@@ -174,11 +188,7 @@ class _Buckets:
         """Bytes of an element of the copy that is sent."""
         self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
-        ranks = job.parallelism.shard_size
-        # Partitions in fp32 are equally large, so the fullest rank is the one whose is there first: stage 2 begins with the
-        # last parameters, whose gradients come first, and stage 1 with the first.
-        first = ranks - 1 if self._early else 0
-        self._own = first if self._fp32 else _fullest_rank(self._ranges, self._elements, ranks)
+        self._own = simulation.rank
         self._bucket: list[str] | None = None
         self._filled = 0
         self._partition = 0
@@ -192,6 +202,7 @@ class _Buckets:
                 ledger.offload("gradients", self._shard * self._size)  # `accumulated_grads_in_cpu`
             ledger.offload("buffers", self._shard * self._size + largest)
             ledger.hold("buffers", largest)
+        self._kept = ledger.held["gradients"]
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle a gradient, or the end of the backward."""
@@ -214,10 +225,9 @@ class _Buckets:
             self._ledger.hold("buffers", -self._buffers * self._room * self._staged)
 
     def _drop(self) -> None:
-        """Drop what is left of the backward. Sums in fp32 (`grad_accum`) and the buckets that they lie in stay for the norm."""
+        """Drop what the backward left but this rank's partition: sums in fp32 (`grad_accum`), and the bucket they lie in."""
         self._release()
-        if not self._offload:
-            self._ledger.hold("gradients", self._partition - self._ledger.held["gradients"])
+        self._ledger.hold("gradients", self._kept + self._partition - self._ledger.held["gradients"])
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
@@ -242,7 +252,9 @@ class _Buckets:
             self._ledger.touch("buffers", joined + sum(slices) * self._cast)
         for name in self._bucket:
             mine = self._own in self._ranges[name]
-            if mine and not self._offload:
+            if mine and self._offload:  # the norm of what goes to the host
+                self._ledger.touch("gradients", self._ranges[name][self._own] * BYTES_OF["float64"])
+            elif mine:
                 self._hold_partition()
             if self._elements[name] > self._room and (mine or self._early):
                 self._ledger.hold("gradients", -self._elements[name] * self._staged)
@@ -280,19 +292,24 @@ class _Buckets:
         An fp32 sum is one tensor already.
         """
         if self._staged == self._size:
+            self._drop()  # else they stay for the norm
+        if not self._offload:
+            # Any rank may have the largest slice.
+            slices = [
+                count
+                for ranks in self._ranges.values()
+                for rank, count in ranks.items()
+                if self._fp32 or rank == self._own
+            ]
+            self._ledger.touch("gradients", max(slices, default=0) * BYTES_OF["float64"])
             self._drop()
-        if self._offload:
-            return
-        # Any rank may have the largest slice.
-        slices = [
-            count for ranks in self._ranges.values() for rank, count in ranks.items() if self._fp32 or rank == self._own
-        ]
-        self._ledger.touch("gradients", max(slices, default=0) * BYTES_OF["float64"])
+            if not self._fp32:
+                stepped = BYTES_OF[self._job.weight_dtype]
+                self._ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))
+        self._partition = 0
         self._drop()
-        stepped = BYTES_OF[self._job.weight_dtype]
-        if not self._fp32:
-            self._ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))
-        self._ledger.hold("gradients", -self._partition)
+        if self._job.device.kind == "cpu" and self._job.ranks > 1:  # gloo gathers the updated parameters into a copy
+            self._ledger.touch("workspace", sum(self._elements.values()) * self._size)
 
 
 def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dict[int, int]]]:
