@@ -26,8 +26,8 @@ from toolkit.engines.states import (
     measured_distributed,
     optimizer_bytes,
     optimizer_dtypes,
-    packs_experts,
     parameters_of,
+    streams,
 )
 from toolkit.engines.traces import Trace, TraceConfig, trace_config
 from toolkit.engines.upstream import masks_known_from
@@ -187,15 +187,15 @@ class Engine(OptimizerStep):
 
     def loading_note(self, job: Job) -> str:
         """Return a note about the rank that reads the weights."""
-        if packs_experts(job):
+        if job.strategy.quantized and streams(job):
             return "rank 0 reads each weight, and every rank keeps it"
         return "every rank reads the whole model, which it keeps"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read the weights; `reader` is a `loading.Reader`. Fused experts are packed one by one as they come."""
-        if packs_experts(job):
+        """Read the weights; `reader` is a `loading.Reader`. Packed weights are packed one by one as they come."""
+        if job.strategy.quantized and streams(job):
             model = reader.defer()
             if model is not None:
                 model.streamed_weights.fill(model)

@@ -18,8 +18,8 @@ from toolkit.engines.states import (
     State,
     checkpoint_bytes,
     packed_names,
-    packs_experts,
     parameters_of,
+    streams,
     trained_elements,
 )
 from toolkit.engines.traces import Segment, Trace
@@ -69,8 +69,8 @@ class Simulation:
         """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
         ledger, job = self.ledger, self.job
         ledger.enter("load")
-        if packs_experts(job):
-            for state in stream_weights(self, shared=False):
+        if job.strategy.quantized and streams(job):
+            for state in stream_weights(self, shared=False, cast=job.ranks > 1):
                 ledger.hold("parameters", state.bytes)
             ledger.hold("parameters", size - ledger.held["parameters"])
             ledger.enter("prepare")
@@ -148,14 +148,6 @@ def blas_workspaces(job: Job) -> int:
     return 2 * (32 * MiB if job.device.capability[0] in (9, 10, 12) else 8 * MiB + 128 * KiB)
 
 
-def streams(job: Job) -> bool:
-    """Return whether weights are read one at a time: not from quantized files, in 8 bits, or for DoRA, which needs them all."""
-    assert job.spec is not None
-    adapter = job.strategy.adapter
-    packs = adapter != "qlora" or bool(packed_names(job.spec, adapter))
-    return packs and "quantization_config" not in job.spec.config and adapter not in ("dora", "qlora8")
-
-
 def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = False) -> Iterator[State]:
     """Enter the weights that come from the files one at a time, each whole for a moment. Yield each before its release.
 
@@ -203,7 +195,7 @@ def expert_copies(job: Job) -> int:
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
     """
     assert job.spec is not None
-    if not job.spec.copied or packs_experts(job):
+    if not job.spec.copied or (job.strategy.quantized and streams(job)):
         return 0
     adapter = job.strategy.adapter != "none"
     dtype = job.compute_dtype if adapter else kept_dtype(job)

@@ -75,15 +75,18 @@ def expert_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def packs_experts(job: Job) -> bool:
-    """Return whether fused experts are read and packed one by one, under every engine."""
-    return job.strategy.adapter == "qlora" and job.spec is not None and bool(expert_shapes(job.spec))
-
-
 def packed_names(spec: ModelSpec, adapter: str) -> set[str]:
     """Return the names of the weights that an adapter's base packs: in 4 bits fused experts, too."""
     linear = {f"{name}.weight" for name in quantizable(spec)} if adapter in ("qlora", "qlora8") else set()
     return linear | (expert_shapes(spec).keys() if adapter == "qlora" else set())
+
+
+def streams(job: Job) -> bool:
+    """Return whether weights can be read one by one: not from quantized files, in 8 bits, or for DoRA, which needs them all."""
+    assert job.spec is not None
+    adapter = job.strategy.adapter
+    packs = adapter != "qlora" or bool(packed_names(job.spec, adapter))
+    return packs and "quantization_config" not in job.spec.config and adapter not in ("dora", "qlora8")
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

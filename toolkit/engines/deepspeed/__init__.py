@@ -21,7 +21,7 @@ from toolkit.engines.deepspeed.state import ZeroState, announce_build, free_buil
 from toolkit.engines.deepspeed.user_config import read_environment
 from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
-from toolkit.engines.simulation import streams
+from toolkit.engines.states import streams
 from toolkit.engines.timeouts import handlers
 from toolkit.models import ModelSpec
 

@@ -19,8 +19,7 @@ from toolkit.engines.deepspeed.zero3 import copies, stage_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult
 from toolkit.engines.shards import MASTER, PARAMETER, Shard, whole_box
-from toolkit.engines.simulation import streams
-from toolkit.engines.states import buffer_shards, measured_state, optimizer_shards, set_steps, steps_of
+from toolkit.engines.states import buffer_shards, measured_state, optimizer_shards, set_steps, steps_of, streams
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
-from toolkit.engines.simulation import Simulation, stream_weights, streams
-from toolkit.engines.states import parameters_of
+from toolkit.engines.simulation import Simulation, stream_weights
+from toolkit.engines.states import parameters_of, streams
 
 SUB_GROUP = 10**9
 """Elements of a rank's shard that are stepped at once (`sub_group_size`, at its default)."""

@@ -14,8 +14,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
-from toolkit.engines.simulation import streams
-from toolkit.engines.states import persistent_buffers
+from toolkit.engines.states import persistent_buffers, streams
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.upstream import patched, shard_with_fsdp
 

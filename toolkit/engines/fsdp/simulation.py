@@ -18,9 +18,8 @@ from toolkit.engines.simulation import (
     gathers,
     host_transfers,
     stream_weights,
-    streams,
 )
-from toolkit.engines.states import State, optimizer_bytes, parameters_of, trained_elements
+from toolkit.engines.states import State, optimizer_bytes, parameters_of, streams, trained_elements
 from toolkit.engines.traces import Trace
 
 
