@@ -58,9 +58,9 @@ class ZeroForecast(Engine):
         )
 
     def simulated_ranks(self, job: Job) -> Sequence[int]:
-        """Return the ranks whose partition of gradients is there first, or has most whole parameters.
+        """Return the rank that makes its partition of gradients first, and the one that has most whole parameters in it.
 
-        Stage 2 begins with the last parameters, whose gradients come first, and stage 1 with the first.
+        Stage 1 reduces parameters in their order. Stage 2 reduces in the order of the backward, so the last rank is first.
         """
         stage, ranks = stage_of(job.strategy), job.parallelism.shard_size
         if stage == 3:
