@@ -75,10 +75,10 @@ class StreamedWeights:
             sources = {name: _source(files, model, name, shape) for name, shape in shapes.items()}
             return None if None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
 
-        found = on_main(accelerator, find)
-        if found is None:
+        places = on_main(accelerator, find)
+        if places is None:
             return None
-        return cls(accelerator, spec, files, {name: Source(*found[name], shape) for name, shape in shapes.items()})
+        return cls(accelerator, spec, files, {name: Source(*places[name], shape) for name, shape in shapes.items()})
 
     @classmethod
     def of_model(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
