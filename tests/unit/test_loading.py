@@ -293,6 +293,12 @@ def test_streamed_weights_have_the_bits_of_a_whole_read(
         assert torch.equal(ours, theirs), name
 
 
+def test_a_rank_without_the_files_receives_a_scalar(tmp_path: Path) -> None:
+    reads = reader(tiny.llama(tmp_path / "model"))
+    sources = {"scale": streamed_weights.Source(["scale"], "float32", ())}
+    assert streamed_weights.StreamedWeights(reads.accelerator, reads.spec, {}, sources).share("scale").shape == ()
+
+
 def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
     """An expert in another dtype than the others of its layer cannot be joined with them as it is."""
     path = tiny.mixtral(tmp_path / "model")

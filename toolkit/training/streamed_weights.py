@@ -127,10 +127,10 @@ class StreamedWeights:
             whole: torch.Tensor = self._files[source.tensors[0]].get_tensor(source.tensors[0]).to(device)
         else:
             whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
-            rows, first = whole.view(-1, whole.shape[-1]), 0
+            first = 0
             for tensor in source.tensors if self._files else ():
                 part = self._files[tensor].get_tensor(tensor).view(-1, whole.shape[-1])
-                rows[first : first + len(part)] = part
+                whole.view(-1, whole.shape[-1])[first : first + len(part)] = part
                 first += len(part)
         self._broadcast(whole)
         return whole
@@ -232,10 +232,10 @@ class StreamedWeights:
 
         packed, first, exact = data.view(-1).view(torch.uint8), 0, []
         for source in self._sources[self.source_name(name)].tensors:
-            file = self._files[source]
-            # Both are views of the mapped file; only a piece is copied.
-            weight = file.get_tensor(source).T if transposed else file.get_slice(source)
-            *experts, rows, columns = weight.shape if transposed else weight.get_shape()
+            weight = self._files[source].get_tensor(source)  # a view of the mapped file; only a piece is copied
+            if transposed:
+                weight = weight.T
+            *experts, rows, columns = weight.shape
             step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
             # Experts that are fused in the file, too, are whole blocks each.
             for *expert, start in itertools.product(*map(range, experts), range(0, rows, step)):

@@ -132,7 +132,7 @@ def _restore_masters(simulation: Simulation) -> None:
 
 
 def _adds_on_device(job: Job) -> bool:
-    """Return whether a fp32 sum of the partition lies on the device (`_use_compact_grad_partition_buffer`)."""
+    """Return whether an fp32 sum of the partition lies on the device (`_use_compact_grad_partition_buffer`)."""
     return stage_of(job.strategy) < 3 and job.compute_dtype != "float32" and accumulation_dtype(job) == "float32"
 
 
