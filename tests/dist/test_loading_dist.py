@@ -102,19 +102,13 @@ def test_qlora_trains_as_its_dequantized_weights_do(found: Cells, kind: str, sha
     """Weights that are packed again by a shard's first forward would be right once and wrong from then on."""
     reference = found[f"{kind} nf4 ddp lora fp32"]
     quantized = found[f"{kind} {sharding} qlora fp32"]
-    assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
-    assert quantized["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    tiny.assert_alike(quantized, reference, bytes_too=kind != "llama")
     assert quantized["losses"][-1] < quantized["losses"][0]
-    if kind != "llama":
-        for part in ("trainable", "frozen", "master", "optimizer"):
-            assert quantized["measured"][part] == pytest.approx(quantized["expected"][part], rel=0.02), part
 
 
 def test_qlora8_trains_as_its_dequantized_weights_do(found: Cells) -> None:
     """On a CPU bitsandbytes multiplies by dequantized weights; on a GPU LLM.int8 rounds activations to 8 bits too."""
-    reference, quantized = found["int8 ddp lora fp32"], found["llama ddp qlora8 fp32"]
-    assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
-    assert quantized["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    tiny.assert_alike(found["llama ddp qlora8 fp32"], found["int8 ddp lora fp32"])
 
 
 def test_quantized_share_is_said(found: Cells) -> None:
@@ -186,15 +180,12 @@ def test_every_kind_of_model_trains_alike(found: Cells, kind: str, adapter: str)
     assert reference["losses"][-1] < reference["losses"][0]
     for sharding in ("zero2", "zero3", "fsdp") if adapter == "none" else ("zero3", "fsdp"):
         result = found[f"{kind} {sharding} {adapter} fp32"]
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), sharding
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), sharding
-        for part in ("trainable", "frozen", "master", "optimizer"):
-            assert result["measured"][part] == pytest.approx(result["expected"][part], rel=0.02), (sharding, part)
+        tiny.assert_alike(result, reference, bytes_too=True, where=sharding)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
 def test_fused_experts_train_in_bf16_with_exact_masters(found: Cells, sharding: str) -> None:
-    """transformers fuses the experts while reading, so the masters cannot be read tensor by tensor."""
+    """The files hold each expert in a tensor of its own, from which the masters are joined, too."""
     result = found[f"mixtral {sharding} none bf16"]
     assert all(map(math.isfinite, result["losses"]))
     assert result["losses"] == pytest.approx(found["mixtral ddp none fp32"]["losses"], rel=2e-3)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from programs import python
 
 VOCABULARY = 256
@@ -213,3 +214,11 @@ def run_groups(
     errors = [(result["cell"], result["error"]) for results in found for result in results if "error" in result]
     assert not errors, errors[0]
     return found
+
+
+def assert_alike(result: dict[str, Any], reference: dict[str, Any], *, bytes_too: bool = False, where: str = "") -> None:
+    """Two cells trained alike in fp32; with `bytes_too` the first held what was expected, too."""
+    assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), where
+    assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), where
+    for part in ("trainable", "frozen", "master", "optimizer") if bytes_too else ():
+        assert result["measured"][part] == pytest.approx(result["expected"][part], rel=0.02), (where, part)

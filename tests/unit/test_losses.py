@@ -38,14 +38,20 @@ def causal(**fields: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **fields))
 
 
-def test_it_is_transformers_mean_times_the_tokens() -> None:
-    model, targets = causal(), labels()
+@pytest.mark.parametrize("experts", [False, True])
+def test_it_is_transformers_mean_times_the_tokens(experts: bool) -> None:
+    """Also of the balance of experts, which is added once for each token."""
+    torch.manual_seed(0)
+    routed = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, **routed)) if experts else causal()
+    targets = labels()
     ids = targets.clamp(min=0)
     shifted = shift_labels(targets, "causal")
     count = int((shifted != -100).sum())
     ours = loss_sum(model, {"input_ids": ids, "labels": shifted}, "causal")
     theirs = model(input_ids=ids, labels=targets).loss * count
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    assert (float(ours) > 1.001 * float(cross_entropy_sum(model(input_ids=ids).logits, shifted))) == experts
     ours.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -79,19 +85,6 @@ def test_sums_are_in_fp32(dtype: torch.dtype) -> None:
     assert loss.dtype == torch.float32
     exact = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
     assert float(loss) == pytest.approx(float(exact), rel=1e-5)
-
-
-def test_experts_add_their_balance_once_for_each_token() -> None:
-    torch.manual_seed(0)
-    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-    model = MixtralForCausalLM(MixtralConfig(**SIZES, **experts, num_key_value_heads=2))
-    targets = labels()
-    ids, shifted = targets.clamp(min=0), shift_labels(targets, "causal")
-    count = int((shifted != -100).sum())
-    ours = loss_sum(model, {"input_ids": ids, "labels": shifted}, "causal")
-    theirs = model(input_ids=ids, labels=targets).loss * count
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
-    assert float(ours) > float(cross_entropy_sum(model(input_ids=ids).logits, shifted))
 
 
 def test_a_model_that_was_not_described_keeps_the_loss_of_its_own_task() -> None:
