@@ -99,6 +99,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "shape": tuple(SHAPES),
     "ranks": (1, 2, 4),
     "documents": ("one", "several"),
+    "accumulation": (1, 2),
 }
 """`documents` in a row: several need an attention mask."""
 
@@ -116,6 +117,7 @@ class Case:
     shape: str
     ranks: int
     documents: str
+    accumulation: int
 
     def strategy(self) -> Strategy:
         """What is asked for."""
@@ -125,7 +127,8 @@ class Case:
 
     def train_config(self, micro_batch: int) -> TrainConfig:
         """With a batch of its own."""
-        return TrainConfig(steps=STEPS, micro_batch=micro_batch, seq_len=int(SHAPES[self.shape]["seq_len"]))
+        seq_len = int(SHAPES[self.shape]["seq_len"])
+        return TrainConfig(steps=STEPS, accumulation=self.accumulation, micro_batch=micro_batch, seq_len=seq_len)
 
 
 def config_of(family: str, shape: str) -> Any:

@@ -128,6 +128,7 @@ def asked(case: Case) -> dict[str, Any]:
         "strategy": dataclasses.asdict(case.strategy()),
         "ranks": case.ranks,
         "documents": case.documents,
+        "accumulation": case.accumulation,
     }
 
 
@@ -151,7 +152,7 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     out = work / "runs" / name_of(row)
     flags = {axis: row["strategy"][axis] for axis in AXES if axis in row["strategy"]}
     flags["dp_replicate"] = row["strategy"]["dp_replicate"]
-    flags |= {"steps": STEPS, "micro_batch": row["micro_batch"], "seq_len": row["seq_len"]}
+    flags |= {"steps": STEPS, "accumulation": row["accumulation"], "micro_batch": row["micro_batch"], "seq_len": row["seq_len"]}
     flags |= {"model": work / "models" / f"{row['family']}-{row['shape']}", "run_dir": out}
     flags |= {"data": texts(work, row["documents"])}
     shutil.rmtree(out, ignore_errors=True)

@@ -216,7 +216,9 @@ def run_groups(
     return found
 
 
-def assert_alike(result: dict[str, Any], reference: dict[str, Any], *, bytes_too: bool = False, where: str = "") -> None:
+def assert_alike(
+    result: dict[str, Any], reference: dict[str, Any], *, bytes_too: bool = False, where: str = ""
+) -> None:
     """Two cells trained alike in fp32; with `bytes_too` the first held what was expected, too."""
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), where
     assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), where

@@ -30,8 +30,8 @@ from toolkit.devices.machine import hardware
 from toolkit.engines.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
 from toolkit.engines.fused_experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
-from toolkit.models import describe, embedded_config
-from toolkit.models.hf_loading import load_tokenizer
+from toolkit.models import describe, embedded_config, hf_loading
+from toolkit.models.hf_loading import disk_layouts, load_tokenizer
 from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training import streamed_weights
 from toolkit.training.loading import Reader, load
@@ -270,24 +270,34 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
         assert (state.shape, state.dtype, state.blocksize) == (other.shape, other.dtype, other.blocksize)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek", "mixtral", "gpt2", "gpt_neox", "t5", "llava", "gemma4"])
+EXPERTS = {"gpt_oss": 4, "deepseek": 2, "mixtral": 4}
+"""Weights of fused experts that are packed."""
+
+
+@pytest.mark.parametrize("kind", [*EXPERTS, "gpt2", "gpt_neox", "t5", "llava", "gemma4"])
 @pytest.mark.parametrize("adapter", ["qlora", "none"])
 def test_streamed_weights_have_the_bits_of_a_whole_read(
     kind: str, adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files hold experts one by one in two or three tensors, or weights under other names, or the other way round."""
+    from bitsandbytes.functional import dequantize_4bit
+
     monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
     reads = reader(getattr(tiny, kind)(tmp_path / "model"), precision="bf16", adapter=adapter)
     streamed, whole = reads.defer(), reads.read()
+    assert all(parameter.untyped_storage().nbytes() <= 4 for parameter in streamed.parameters())
     assert str(streamed._weight_conversions) == str(whole._weight_conversions)  # how the model is saved
     streamed.streamed_weights.fill(streamed)
     if adapter == "qlora":
         assert packed_experts(streamed) == packed_experts(whole)
+        assert len(packed_experts(streamed)) == EXPERTS.get(kind, 0)
         for model in (streamed, whole):
             unpack_experts(model)
     for (name, ours), theirs in zip(streamed.named_parameters(), whole.parameters(), strict=True):
         assert (ours.dtype, ours.requires_grad) == (theirs.dtype, theirs.requires_grad), name
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+        if hasattr(theirs, "quant_state"):
+            assert torch.equal(*(dequantize_4bit(weight, weight.quant_state) for weight in (ours, theirs))), name
     for (name, ours), theirs in zip(streamed.named_buffers(), whole.buffers(), strict=True):
         assert ours.dtype == theirs.dtype, name
         assert torch.equal(ours, theirs), name
@@ -299,14 +309,30 @@ def test_a_rank_without_the_files_receives_a_scalar(tmp_path: Path) -> None:
     assert streamed_weights.StreamedWeights(reads.accelerator, reads.spec, {}, sources).share("scale").shape == ()
 
 
-def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
-    """An expert in another dtype than the others of its layer cannot be joined with them as it is."""
-    path = tiny.mixtral(tmp_path / "model")
+def test_a_conversion_may_refuse_numbered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        torch.zeros(1).view(2, 2)
+
+    monkeypatch.setattr(hf_loading, "disk_tensors", refuse)
+    model = LlamaForCausalLM(LlamaConfig(**tiny.DENSE, vocab_size=8))
+    assert [*disk_layouts(model, "model.norm.weight", (64,))] == [{"model.norm.weight": (64,)}, {"norm.weight": (64,)}]
+
+
+@pytest.mark.parametrize("kind", ["experts of two dtypes", "weights tied in the config alone"])
+def test_a_checkpoint_in_another_form_is_read_whole(kind: str, tmp_path: Path) -> None:
+    """Experts of a layer cannot be joined as they are; and it would be lost which of two weights a model is trained with."""
+    made = tiny.mixtral if "experts" in kind else functools.partial(tiny.llama, tie_word_embeddings=True)
+    path = made(tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
-    name = next(name for name in tensors if "experts.1." in name)
-    tensors[name] = tensors[name].half()
+    if "experts" in kind:
+        name = next(name for name in tensors if "experts.1." in name)
+        tensors[name] = tensors[name].half()
+    else:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    assert reader(path, adapter="lora").defer() is None
+    reads = reader(path, adapter="lora")
+    assert reads.defer() is None
+    assert not reads.streamed
 
 
 def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:

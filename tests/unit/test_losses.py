@@ -42,7 +42,12 @@ def causal(**fields: Any) -> Any:
 def test_it_is_transformers_mean_times_the_tokens(experts: bool) -> None:
     """Also of the balance of experts, which is added once for each token."""
     torch.manual_seed(0)
-    routed = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1, "num_key_value_heads": 2}
+    routed = {
+        "num_local_experts": 4,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+        "num_key_value_heads": 2,
+    }
     model = MixtralForCausalLM(MixtralConfig(**SIZES, **routed)) if experts else causal()
     targets = labels()
     ids = targets.clamp(min=0)

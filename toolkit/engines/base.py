@@ -22,12 +22,12 @@ from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
 from toolkit.engines.states import (
     State,
+    can_stream,
     distributed_shards,
     measured_distributed,
     optimizer_bytes,
     optimizer_dtypes,
     parameters_of,
-    streams,
 )
 from toolkit.engines.traces import Trace, TraceConfig, trace_config
 from toolkit.engines.upstream import masks_known_from
@@ -185,9 +185,13 @@ class Engine(OptimizerStep):
         """Say how the forward gets its compute dtype."""
         return "on the weights as they are held"
 
-    def loading_note(self, job: Job) -> str:
-        """Return a note about the rank that reads the weights."""
-        if job.strategy.quantized and streams(job):
+    def streams(self, job: Job) -> bool:
+        """Return whether weights are read one at a time: those that are packed as they come."""
+        return job.strategy.quantized and can_stream(job)
+
+    def loading_note(self, job: Job, streamed: bool) -> str:
+        """Return a note about the rank that reads the weights; `streamed`: one at a time."""
+        if streamed:
             return "rank 0 reads each weight, and every rank keeps it"
         return "every rank reads the whole model, which it keeps"
 
@@ -195,12 +199,14 @@ class Engine(OptimizerStep):
 
     def load_model(self, job: Job, reader: Any) -> Any:
         """Read the weights; `reader` is a `loading.Reader`. Packed weights are packed one by one as they come."""
-        if job.strategy.quantized and streams(job):
-            model = reader.defer()
-            if model is not None:
-                model.streamed_weights.fill(model)
-                return model
+        if self.streams(job) and (model := reader.defer()) is not None:
+            self.fill(job, model)
+            return model
         return reader.read()
+
+    def fill(self, job: Job, model: Any) -> None:
+        """Read the weights of a model that `reader.defer` made."""
+        model.streamed_weights.fill(model)
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Change the model before `prepare`. May be called twice."""

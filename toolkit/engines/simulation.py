@@ -19,7 +19,6 @@ from toolkit.engines.states import (
     checkpoint_bytes,
     packed_names,
     parameters_of,
-    streams,
     trained_elements,
 )
 from toolkit.engines.traces import Segment, Trace
@@ -69,8 +68,8 @@ class Simulation:
         """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
         ledger, job = self.ledger, self.job
         ledger.enter("load")
-        if job.strategy.quantized and streams(job):
-            for state in stream_weights(self, shared=False, cast=job.ranks > 1):
+        if engine_of(job.strategy).streams(job):
+            for state in stream_weights(self, shared=False, cast=job.ranks > 1 or job.device.kind == "cuda"):
                 ledger.hold("parameters", state.bytes)
             ledger.hold("parameters", size - ledger.held["parameters"])
             ledger.enter("prepare")
@@ -195,7 +194,7 @@ def expert_copies(job: Job) -> int:
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
     """
     assert job.spec is not None
-    if not job.spec.copied or (job.strategy.quantized and streams(job)):
+    if not job.spec.copied:
         return 0
     adapter = job.strategy.adapter != "none"
     dtype = job.compute_dtype if adapter else kept_dtype(job)

@@ -64,7 +64,7 @@ def quantizable(spec: ModelSpec) -> list[str]:
 def expert_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the fused experts that 4 bits pack: each half of one is whole blocks of 64 weights.
 
-    None of a model that is not read one weight at a time.
+    None of a quantized file, nor of a vision-language model, whose experts transformers may transpose as it reads them.
     """
     if spec.frozen or "quantization_config" in spec.config:
         return {}
@@ -81,7 +81,7 @@ def packed_names(spec: ModelSpec, adapter: str) -> set[str]:
     return linear | (expert_shapes(spec).keys() if adapter == "qlora" else set())
 
 
-def streams(job: Job) -> bool:
+def can_stream(job: Job) -> bool:
     """Return whether weights can be read one by one: not from quantized files, in 8 bits, or for DoRA, which needs them all."""
     assert job.spec is not None
     adapter = job.strategy.adapter

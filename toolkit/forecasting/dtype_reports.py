@@ -226,7 +226,7 @@ def _column(job: Job) -> DtypeColumn:
         strategy=job.strategy,
         ranks=job.ranks,
         dtypes=dtypes | _at_stages(account, weights),
-        loading=engine.loading_note(job),
+        loading=engine.loading_note(job, engine.streams(job)),
         computing=engine.compute_note(job) + scaled,
         element_bytes={
             **{part: float(BYTES_OF[account[name]]) for part, name in PER_WEIGHT.items() if name in account},

@@ -68,13 +68,14 @@ def disk_layouts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> I
     import torch
 
     yield {name: shape}
-    # Numbered rows show where a conversion takes them.
-    numbers = torch.arange(math.prod(shape[:-1]))
-    with contextlib.suppress(ValueError):
-        parts = disk_tensors(model, {name: numbers.view(*shape[:-1], 1)})
+    # Numbered rows show where a conversion takes them. It may refuse these, as it expects whole weights.
+    rows, columns = (shape, ()) if len(shape) < 2 else (shape[:-1], shape[-1:])
+    numbers = torch.arange(math.prod(rows))
+    with contextlib.suppress(ValueError, RuntimeError, IndexError):
+        parts = disk_tensors(model, {name: numbers.view(*rows, *(1 for _ in columns))})
         in_order = sorted(parts.items(), key=lambda item: int(item[1].flatten()[0]))
         if torch.equal(torch.cat([part.flatten() for _, part in in_order]), numbers):
-            yield {source: (*part.shape[:-1], *shape[-1:]) for source, part in in_order}
+            yield {source: (*part.shape[: part.dim() - len(columns)], *columns) for source, part in in_order}
     yield {name.removeprefix(f"{model.base_model_prefix}."): shape}
 
 

@@ -69,11 +69,12 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
+    reader = Reader(job, accelerator)
     bars = quiet_bars(shown=spec.elements >= LONG)
     with bars, engine_environment(job), freed_at_once():
-        model = engine.load_model(job, Reader(job, accelerator))
+        model = engine.load_model(job, reader)
     _check(job, model)
-    notes = [f"loading: {engine.loading_note(job)}", *_configure(job, model, tokenizer)]
+    notes = [f"loading: {engine.loading_note(job, reader.streamed)}", *_configure(job, model, tokenizer)]
     if job.strategy.adapter != "none":
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
@@ -93,6 +94,8 @@ class Reader:
 
     def __init__(self, job: Job, accelerator: Accelerator) -> None:
         self.job, self.spec, self.accelerator = job, cast("ModelSpec", job.spec), accelerator
+        self.streamed = False
+        """Whether weights are read one at a time."""
         register_varlen()
         self._options = {
             "dtype": _dtype(read_dtype(job)),
@@ -181,19 +184,23 @@ class Reader:
             model.generation_config = GenerationConfig.from_pretrained(self.spec.source)
         conversions = get_model_conversion_mapping(model, add_legacy=False) if weights.renamed else []
         self._complete(model, [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)])
-        model.streamed_weights = weights
+        model.streamed_weights, self.streamed = weights, True
         return model
 
     def _complete(self, model: Any, conversions: list[Any]) -> None:
-        """Freeze the parameters outside the text part, in the compute dtype; prepare saving."""
-        freeze(model, self.spec)
-        for parameter in model.parameters():
-            if not parameter.requires_grad and self.job.strategy.adapter == "none":
-                parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
+        """Freeze the parameters outside the text part; prepare saving."""
+        self._freeze(model)
         # Saving would copy the file of the model's class, and the class may be an engine's by then: `copy_code` knows better.
         type(model)._auto_class = None
         keep_packing(model)
         model._weight_conversions = conversions
+
+    def _freeze(self, model: Any) -> None:
+        """Freeze the parameters outside the text part, in the compute dtype. With an adapter all have it."""
+        freeze(model, self.spec)
+        for parameter in model.parameters():
+            if not parameter.requires_grad and self.job.strategy.adapter == "none":
+                parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
 
     def _build_empty(self) -> Any:
         """Build the model without its weights; each parameter has its shape and one element of memory.
@@ -219,6 +226,7 @@ class Reader:
         if self.job.strategy.adapter == "qlora":
             mark_experts(model, expert_shapes(self.spec), _dtype(self.job.compute_dtype))
         model.tie_weights()  # `init_empty_weights` gives every name its own parameter
+        self._freeze(model)  # while a cast takes no memory
         for name, parameter in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             _replace(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,7 +59,8 @@ class StreamedWeights:
         """Open the files of a checkpoint for a model's weights of these names and shapes. A collective.
 
         Returns:
-            None where transformers has to convert the files: joined along their columns, 8-bit weights.
+            None where transformers has to convert the files: joined along their columns, 8-bit weights; or where they hold
+            different tensors for weights that the model ties.
 
         Raises:
             ModelError: where the model has no weights.
@@ -73,7 +74,8 @@ class StreamedWeights:
                 file: Any = safe_open(path, framework="pt")
                 files.update(dict.fromkeys(file.keys(), file))
             sources = {name: _source(files, model, name, shape) for name, shape in shapes.items()}
-            return None if None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
+            apart = any(_differ(files, model, group, shapes[group[0]]) for group in spec.tied if group[0] in shapes)
+            return None if apart or None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
 
         places = on_main(accelerator, find)
         if places is None:
@@ -129,8 +131,8 @@ class StreamedWeights:
             whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
             first = 0
             for tensor in source.tensors if self._files else ():
-                part = self._files[tensor].get_tensor(tensor).view(-1, whole.shape[-1])
-                whole.view(-1, whole.shape[-1])[first : first + len(part)] = part
+                part = self._files[tensor].get_tensor(tensor).view(-1)
+                whole.view(-1)[first : first + len(part)] = part
                 first += len(part)
         self._broadcast(whole)
         return whole
@@ -252,6 +254,7 @@ class StreamedWeights:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         import torch.distributed as dist
 
+        assert not self.closed, "the files are closed: every weight has its place"
         if dist.is_initialized():
             dist.broadcast(tensor, src=0)
 
@@ -269,6 +272,17 @@ def _source(
         if len(dtypes) == 1 and dtypes <= FLOATS and shapes == [*layout.values()]:
             return [*layout], dtypes.pop()
     return None
+
+
+def _differ(files: Mapping[str, Any], model: PreTrainedModel, names: Sequence[str], shape: tuple[int, ...]) -> bool:
+    """Return whether the files hold different values for tied weights of these names."""
+    import torch
+
+    sources = (_source(files, model, name, shape) for name in names)
+    places = dict.fromkeys((*tensors, dtype) for tensors, dtype in filter(None, sources))
+    values = ([files[tensor].get_tensor(tensor) for tensor in tensors] for *tensors, _ in places)
+    one_dtype = len({dtype for *_, dtype in places}) < 2
+    return not one_dtype or any(not all(map(torch.equal, *pair)) for pair in itertools.pairwise(values))
 
 
 def _is_transposed(module: Any) -> bool:

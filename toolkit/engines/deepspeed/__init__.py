@@ -21,7 +21,6 @@ from toolkit.engines.deepspeed.state import ZeroState, announce_build, free_buil
 from toolkit.engines.deepspeed.user_config import read_environment
 from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
-from toolkit.engines.states import streams
 from toolkit.engines.timeouts import handlers
 from toolkit.models import ModelSpec
 
@@ -180,11 +179,11 @@ class DeepSpeed(ZeroForecast, ZeroState):
             return note
         return f"{note}; gradients add up in {dtype}: {BITS[dtype]} bits round the sum after each micro-batch"
 
-    def loading_note(self, job: Job) -> str:
+    def loading_note(self, job: Job, streamed: bool) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if stage_of(job.strategy) < 3:
-            return super().loading_note(job)
-        if job.strategy.quantized and not streams(job):
+            return super().loading_note(job, streamed)
+        if job.strategy.quantized and not streamed:
             # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
             return "every rank reads and quantizes the whole model, then keeps its shard"
         return "rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)"

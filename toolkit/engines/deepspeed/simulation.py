@@ -193,6 +193,9 @@ class _Buckets:
         self._filled = 0
         self._partition = 0
         """Bytes of the gradients of this rank's partition."""
+        self._parts = 0
+        """Partitions that are held: one, and while a later micro-batch fills its own, two, but for an fp32 sum."""
+        self._begun, self._micro_batches = 0, min(job.train_config.accumulation, 2)
         self._offload = job.strategy.offload != "none"
         if self._offload:
             # The fp32 gradients of the partition, its parameters on their way back, and a buffer on each side.
@@ -205,19 +208,29 @@ class _Buckets:
         self._kept = ledger.held["gradients"]
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """Handle a gradient, or the end of the backward."""
-        if what == "gradient":
+        """Handle a gradient, or the end of the backward. Stage 1 reduces in the last micro-batch only."""
+        if what == "forward":
+            self._begun += 1
+        elif what == "gradient":
+            self._hold_bucket()
             staged = size * self._staged // self._size
             self._ledger.touch("gradients", size + staged if staged != size else 0)
-            self._ledger.hold("gradients", staged)
+            if self._early or self._begun == 1:  # else it is added to the first micro-batch's
+                self._ledger.hold("gradients", staged)
             if self._early:
                 self._on_gradient(name)
-        elif what == "end":
+        elif what == "end" and (self._early or self._begun == self._micro_batches):
             for name in () if self._early else self._elements:
                 self._on_gradient(name)
             self._flush()
             if self._early:
                 self._release()
+                self._add_partition()
+
+    def _hold_bucket(self) -> None:
+        if self._bucket is None:
+            self._bucket = []
+            self._ledger.hold("buffers", self._buffers * self._room * self._staged)
 
     def _release(self) -> None:
         if self._bucket is not None:
@@ -231,9 +244,7 @@ class _Buckets:
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
-        if self._bucket is None:
-            self._bucket = []
-            self._ledger.hold("buffers", self._buffers * self._room * self._staged)
+        assert self._bucket is not None
         elements = self._elements[name]
         if self._filled + elements > self._room:
             self._flush()
@@ -262,10 +273,17 @@ class _Buckets:
 
     def _hold_partition(self) -> None:
         """Hold the gradients of this rank's partition: an fp32 sum of its elements, else each of its parameters whole."""
-        if not self._partition:
+        if self._parts < (1 if self._fp32 or not self._early else self._begun):
             whole = sum(self._elements[name] for name, ranks in self._ranges.items() if self._own in ranks)
             self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
             self._ledger.hold("gradients", self._partition)
+            self._parts += 1
+
+    def _add_partition(self) -> None:
+        """Add this micro-batch's partition to the first one's, and free it (`independent_gradient_partition_epilogue`)."""
+        if self._parts > 1:
+            self._ledger.hold("gradients", -self._partition)
+            self._parts = 1
 
     def _reductions(self) -> Iterator[list[int]]:
         """Yield the elements of the slices that are sent together (`average_tensor`, `allreduce_and_scatter`).

@@ -19,7 +19,7 @@ from toolkit.engines.deepspeed.zero3 import copies, stage_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult
 from toolkit.engines.shards import MASTER, PARAMETER, Shard, whole_box
-from toolkit.engines.states import buffer_shards, measured_state, optimizer_shards, set_steps, steps_of, streams
+from toolkit.engines.states import buffer_shards, measured_state, optimizer_shards, set_steps, steps_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,20 +37,18 @@ class ZeroState(Engine):
     steps_in_backward = True
     model_no_sync = False
 
-    def load_model(self, job: Job, reader: Any) -> Any:
-        """Partition packed weights as they are read under stage 3, if possible. Otherwise transformers reads them."""
-        packs = stage_of(job.strategy) == 3 and job.strategy.quantized and streams(job)
-        if packs and (model := reader.defer()) is not None:
-            import deepspeed
-            from transformers.integrations.deepspeed import deepspeed_config
+    def fill(self, job: Job, model: Any) -> None:
+        """Partition each weight as soon as it is packed under stage 3: transformers skips `zero.Init` for packed weights."""
+        if stage_of(job.strategy) < 3:
+            super().fill(job, model)
+            return
+        import deepspeed
+        from transformers.integrations.deepspeed import deepspeed_config
 
-            # transformers skips `zero.Init` for packed weights: each is partitioned as soon as it is packed.
-            init = deepspeed.zero.Init(config_dict_or_path=deepspeed_config(), dtype=model.dtype)
-            model.streamed_weights.fill(model, init._zero_init_param)
-            for buffer in model.buffers():  # DeepSpeed does not move a model that is partitioned
-                buffer.data = buffer.data.to(init.local_device)
-            return model
-        return super().load_model(job, reader)
+        init = deepspeed.zero.Init(config_dict_or_path=deepspeed_config(), dtype=model.dtype)
+        model.streamed_weights.fill(model, init._zero_init_param)
+        for buffer in model.buffers():  # DeepSpeed does not move a model that is partitioned
+            buffer.data = buffer.data.to(init.local_device)
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Gather a mixture of experts whole under ZeRO-3: ranks with different routes would wait for each other."""

@@ -16,7 +16,7 @@ from toolkit.config.tables import PRECISIONS
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.simulation import Simulation, stream_weights
-from toolkit.engines.states import parameters_of, streams
+from toolkit.engines.states import can_stream, parameters_of
 
 SUB_GROUP = 10**9
 """Elements of a rank's shard that are stepped at once (`sub_group_size`, at its default)."""
@@ -52,7 +52,7 @@ def partitioned(simulation: Simulation) -> None:
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     states, ranks = parameters_of(job), job.parallelism.shard_size
     base = [state for state in states if not (state.trainable and job.strategy.adapter != "none")]
-    if job.strategy.quantized and not streams(job):
+    if job.strategy.quantized and not can_stream(job):
         read = sum(state.bytes for state in states)
         simulation.hold_loaded(read)
         ledger.touch("parameters", max(ceil_div(state.bytes, ranks) for state in states))

@@ -14,7 +14,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
-from toolkit.engines.states import persistent_buffers, streams
+from toolkit.engines.states import can_stream, persistent_buffers
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.upstream import patched, shard_with_fsdp
 
@@ -137,9 +137,13 @@ class FSDP(FSDPForecast):
         cast = job.settings["param_dtype"]
         return f"on copies that each all-gather makes in {cast}" if cast else "on the weights as they are gathered"
 
-    def loading_note(self, job: Job) -> str:
-        """Rank 0 reads, a weight at a time where the files hold them as they are."""
-        if streams(job):
+    def streams(self, job: Job) -> bool:
+        """Return whether weights are read one at a time: all are, if possible."""
+        return can_stream(job)
+
+    def loading_note(self, job: Job, streamed: bool) -> str:
+        """Return a note about the rank that reads the weights, whole or one at a time."""
+        if streamed:
             return "rank 0 reads each weight, and every rank keeps its shard of it"
         if job.strategy.quantized:
             return "every rank reads and quantizes the whole model, then keeps its shard"
@@ -149,7 +153,7 @@ class FSDP(FSDPForecast):
 
     def load_model(self, job: Job, reader: Any) -> Any:
         """Leave the weights in the files until `prepare`, if possible. Else rank 0 reads them, and every rank packed ones."""
-        if streams(job) and (model := reader.defer()) is not None:
+        if self.streams(job) and (model := reader.defer()) is not None:
             return model
         return reader.read() if job.strategy.quantized else reader.read_on_main()
 

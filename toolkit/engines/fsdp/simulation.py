@@ -19,7 +19,7 @@ from toolkit.engines.simulation import (
     host_transfers,
     stream_weights,
 )
-from toolkit.engines.states import State, optimizer_bytes, parameters_of, streams, trained_elements
+from toolkit.engines.states import State, optimizer_bytes, parameters_of, trained_elements
 from toolkit.engines.traces import Trace
 
 
@@ -62,7 +62,7 @@ class FSDPForecast(Engine):
         Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
         """
         job, ledger = simulation.job, simulation.ledger
-        if streams(job):
+        if self.streams(job):
             _simulate_stream(simulation)
             return
         whole = sum(state.bytes for state in parameters_of(job))

@@ -119,7 +119,7 @@ class Mesh(Engine):
         """Return the inner engine's."""
         return f"{self.inner.compute_note(local_job(job))}; matrix products over {job.parallelism.tp} ranks"
 
-    def loading_note(self, job: Job) -> str:
+    def loading_note(self, job: Job, streamed: bool) -> str:
         """Return the note that each rank reads its own slices."""
         return "every rank reads its own part of each weight"
 
