@@ -201,8 +201,6 @@ class _Buckets:
             # The fp32 gradients of the partition, its parameters on their way back, and a buffer on each side.
             largest = max(self._elements.values(), default=0) * self._size
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
-            if job.train_config.accumulation > 1 and not self._fp32:
-                ledger.offload("gradients", self._shard * self._size)  # `accumulated_grads_in_cpu`
             ledger.offload("buffers", self._shard * self._size + largest)
             ledger.hold("buffers", largest)
         self._kept = ledger.held["gradients"]
@@ -264,6 +262,7 @@ class _Buckets:
         for name in self._bucket:
             mine = self._own in self._ranges[name]
             if mine and self._offload:  # the norm of what goes to the host
+                self._hold_sum(name)
                 self._ledger.touch("gradients", self._ranges[name][self._own] * BYTES_OF["float64"])
             elif mine:
                 self._hold_partition()
@@ -278,6 +277,13 @@ class _Buckets:
             self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
             self._ledger.hold("gradients", self._partition)
             self._parts += 1
+
+    def _hold_sum(self, name: str) -> None:
+        """Hold the host's sum of a parameter's gradients, once, if more micro-batches follow (`accumulated_grads_in_cpu`)."""
+        if self._begun < self._micro_batches and not self._fp32:
+            before = self._ledger.held["gradients"]
+            self._ledger.offload("gradients", self._elements[name] * self._size)
+            self._kept += self._ledger.held["gradients"] - before
 
     def _add_partition(self) -> None:
         """Add this micro-batch's partition to the first one's, and free it (`independent_gradient_partition_epilogue`)."""

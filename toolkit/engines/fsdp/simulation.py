@@ -197,7 +197,7 @@ class _Groups:
         self._gloo_copy = 0
         """Bytes of the copy that gloo's reduce-scatter works on: its thread frees it once the next group begins."""
         self._waiting = 0
-        """Bytes of reduced shards that are still on the device although they are offloaded."""
+        """Bytes of reduced shards on the device in addition to the gradients."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle the begin and end of modules, and gradients."""
@@ -301,9 +301,8 @@ class _Groups:
         self._ledger.hold("gradients", -sum(group.gradients.values()))
         shard = group.trained // self._ranks * self._reduce
         self._keep("gradients", shard)
-        if self._offload and self._replicas:  # on its way until the backward has ended (`_all_reduce_state`)
-            self._ledger.hold("buffers", shard)
-            self._waiting += shard
+        if self._offload and self._replicas:
+            self._wait(shard)
         elif self._offload:
             self._ledger.touch("buffers", shard)
         if self._gloo:
@@ -313,7 +312,14 @@ class _Groups:
         group.gradients = {}
         if group.reduced:  # added to what earlier micro-batches left
             self._keep("gradients", -shard)
+            if self._replicas and not self._offload:
+                self._wait(shard)
         group.reduced = True
+
+    def _wait(self, shard: int) -> None:
+        """Keep what was reduced between groups on the device until the backward has ended (`_all_reduce_state`)."""
+        self._ledger.hold("buffers", shard)
+        self._waiting += shard
 
 
 def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
