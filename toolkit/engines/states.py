@@ -64,7 +64,7 @@ def quantizable(spec: ModelSpec) -> list[str]:
 def expert_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the fused experts that 4 bits pack: each half of one is whole blocks of 64 weights.
 
-    None of a quantized file, nor of a vision-language model, whose experts transformers may transpose as it reads them.
+    Quantized files have none. Vision-language models have none, either: transformers may transpose their experts.
     """
     if spec.frozen or "quantization_config" in spec.config:
         return {}
