@@ -50,6 +50,7 @@ def partitioned(simulation: Simulation) -> None:
     Every rank reads packed weights whole, unless they are streamed.
     """
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
+    assert job.spec is not None
     states, ranks = parameters_of(job), job.parallelism.shard_size
     base = [state for state in states if not (state.trainable and job.strategy.adapter != "none")]
     if job.strategy.quantized and not can_stream(job):
@@ -69,7 +70,11 @@ def partitioned(simulation: Simulation) -> None:
         adapter_bytes, size = 0, BYTES_OF[job.compute_dtype]
         read = sum(ceil_div(state.elements, ranks) for state in base) * size
         keep("parameters", read)
-        ledger.touch("workspace", 2 * max(state.elements for state in base) * size)
+        # Experts that are joined as they are read are there once more, in the files' dtype.
+        experts = [parameter.elements for parameter in job.spec.parameters if parameter.role == "expert"]
+        joined = max(experts, default=0) if job.spec.copied else 0
+        stored = BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
+        ledger.touch("workspace", max(2 * size * max(state.elements for state in base), (2 * size + stored) * joined))
     ledger.hold("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", -read)
