@@ -49,6 +49,12 @@ def gpt_oss(folder: Path) -> Path:
     return _save("GptOssForCausalLM", folder, **TEXT, num_local_experts=4, num_experts_per_tok=2)
 
 
+def ernie(folder: Path) -> Path:
+    """A router that stays in fp32."""
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1}
+    return _save("Ernie4_5_MoeForCausalLM", folder, **TEXT, **experts)
+
+
 def bloom(folder: Path) -> Path:
     """A LayerNorm behind the embedding, which FSDP's groups leave to the root."""
     return _save("BloomForCausalLM", folder, hidden_size=64, n_layer=2, n_head=4)

@@ -174,9 +174,7 @@ class Reader:
         from transformers.core_model_loading import PrefixChange
 
         model = self._build_empty()
-        # Where some parameters stay in fp32, or the files are quantized, a cast is not enough.
-        casts = _widen_buffers(model) and "quantization_config" not in self.spec.config
-        weights = StreamedWeights.of_model(self.accelerator, self.spec, model) if casts else None
+        weights = StreamedWeights.of_model(self.accelerator, self.spec, model)
         if weights is None:
             self.accelerator.print("loading: the files hold the weights in another form, so they are read whole")
             return None
@@ -198,8 +196,8 @@ class Reader:
     def _freeze(self, model: Any) -> None:
         """Freeze the parameters outside the text part, in the compute dtype. With an adapter all have it."""
         freeze(model, self.spec)
-        for parameter in model.parameters():
-            if not parameter.requires_grad and self.job.strategy.adapter == "none":
+        for name, parameter in model.named_parameters():
+            if not self.spec.trains(name) and self.job.strategy.adapter == "none":
                 parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
 
     def _build_empty(self) -> Any:
@@ -226,7 +224,9 @@ class Reader:
         if self.job.strategy.adapter == "qlora":
             mark_experts(model, expert_shapes(self.spec), _dtype(self.job.compute_dtype))
         model.tie_weights()  # `init_empty_weights` gives every name its own parameter
-        self._freeze(model)  # while a cast takes no memory
+        # While a cast takes no memory:
+        self._freeze(model)
+        _widen(model)
         for name, parameter in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             _replace(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))
@@ -241,14 +241,13 @@ def _dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
-def _widen_buffers(model: Any) -> bool:
-    """Cast to fp32 the buffers that transformers keeps so. Return whether it keeps no parameter in fp32."""
+def _widen(model: Any) -> None:
+    """Cast to fp32 the parameters and buffers that transformers keeps so."""
     patterns = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")
     wide = re.compile(patterns or "(?!)")  # the second matches nothing
-    for name, buffer in persistent_buffers(model).items():
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items()):
         if wide.search(name):
-            _replace(model, name, buffer.float())
-    return not any(wide.search(name) for name, _ in model.named_parameters())
+            tensor.data = tensor.data.float()
 
 
 def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
