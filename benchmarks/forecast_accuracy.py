@@ -152,7 +152,12 @@ def measured(work: Path, row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     out = work / "runs" / name_of(row)
     flags = {axis: row["strategy"][axis] for axis in AXES if axis in row["strategy"]}
     flags["dp_replicate"] = row["strategy"]["dp_replicate"]
-    flags |= {"steps": STEPS, "accumulation": row["accumulation"], "micro_batch": row["micro_batch"], "seq_len": row["seq_len"]}
+    flags |= {
+        "steps": STEPS,
+        "accumulation": row["accumulation"],
+        "micro_batch": row["micro_batch"],
+        "seq_len": row["seq_len"],
+    }
     flags |= {"model": work / "models" / f"{row['family']}-{row['shape']}", "run_dir": out}
     flags |= {"data": texts(work, row["documents"])}
     shutil.rmtree(out, ignore_errors=True)
@@ -377,6 +382,7 @@ def main() -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     families = RECENT if arguments.recent else FAMILIES
+    families = {name: of for name, of in families.items() if name in arguments.only} or families
     known_specs = specs(work, (str(SMOKE["family"]),) if arguments.smoke else families)
     able, refused = possible(known_specs, arguments.adapters.split(","))
     able = [case for case in able if case.sharding in arguments.shardings.split(",")]

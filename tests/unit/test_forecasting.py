@@ -224,6 +224,23 @@ def test_the_experts_implementation_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "phase", "share"),
+    [("zero1", 2, "forward", 1.0), ("zero2", 2, "backward", 0.5), ("hsdp", 4, "backward", 0.5)],
+)
+def test_a_second_micro_batch_takes_what_its_engine_holds(sharding: str, ranks: int, phase: str, share: float) -> None:
+    """ZeRO-1 whole gradients and a bucket, ZeRO-2 in fp32 a second partition, HSDP what its groups exchanged. All measured."""
+    spec = describe(config("llama", 6, hidden_size=256, intermediate_size=768))
+    strategy = Strategy(sharding=sharding, dp_replicate=2 if sharding == "hsdp" else 1)
+
+    def peak(accumulation: int) -> int:
+        asked = TrainConfig(micro_batch=1, seq_len=16, accumulation=accumulation)
+        return forecast(spec, strategy, hardware("cpu"), asked, ranks=ranks).phases[phase]
+
+    assert peak(2) - peak(1) == pytest.approx(share * 4 * spec.elements, rel=0.25)
+    assert peak(3) == peak(2)
+
+
 def test_the_zero_papers_figure() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 ranks, K = 12: 120, 31.4, 16.6 and 1.9 GB."""
     spec = parameters(7_500_000_000)

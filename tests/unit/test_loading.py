@@ -318,21 +318,30 @@ def test_a_conversion_may_refuse_numbered_rows(monkeypatch: pytest.MonkeyPatch) 
     assert [*disk_layouts(model, "model.norm.weight", (64,))] == [{"model.norm.weight": (64,)}, {"norm.weight": (64,)}]
 
 
-@pytest.mark.parametrize("kind", ["experts of two dtypes", "weights tied in the config alone"])
-def test_a_checkpoint_in_another_form_is_read_whole(kind: str, tmp_path: Path) -> None:
-    """Experts of a layer cannot be joined as they are; and it would be lost which of two weights a model is trained with."""
-    made = tiny.mixtral if "experts" in kind else functools.partial(tiny.llama, tie_word_embeddings=True)
-    path = made(tmp_path / "model")
+def test_a_checkpoint_in_another_form_is_read_whole(tmp_path: Path) -> None:
+    """An expert in another dtype than the others of its layer cannot be joined with them as it is."""
+    path = tiny.mixtral(tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
-    if "experts" in kind:
-        name = next(name for name in tensors if "experts.1." in name)
-        tensors[name] = tensors[name].half()
-    else:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    name = next(name for name in tensors if "experts.1." in name)
+    tensors[name] = tensors[name].half()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     reads = reader(path, adapter="lora")
     assert reads.defer() is None
     assert not reads.streamed
+
+
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_files_hold_one_value_for_tied_weights(folder: Path, difference: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].double() + difference
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if not difference:
+        assert loaded(folder)[0].lm_head.weight.dtype == torch.float32
+        return
+    with pytest.raises(
+        ModelError, match=r"ties model.embed_tokens.weight and lm_head.weight, but .*tie_word_embeddings"
+    ):
+        loaded(folder)
 
 
 def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:

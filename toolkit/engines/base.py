@@ -189,7 +189,7 @@ class Engine(OptimizerStep):
         """Return whether weights are read one at a time: those that are packed as they come."""
         return job.strategy.quantized and can_stream(job)
 
-    def loading_note(self, job: Job, streamed: bool) -> str:
+    def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return a note about the rank that reads the weights; `streamed`: one at a time."""
         if streamed:
             return "rank 0 reads each weight, and every rank keeps it"

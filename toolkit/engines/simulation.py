@@ -34,7 +34,7 @@ class Moves(Protocol):
     """An engine's reaction to the begin and end of modules, and to complete gradients."""
 
     grows: bool
-    """Whether the first micro-batch leaves memory allocated. Later ones add none."""
+    """Whether the first micro-batch leaves memory allocated. The second may add to it, later ones add none."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle an event of `traces.Event`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import ModelError
-from toolkit.models import class_with_text
+from toolkit.models import class_with_text, require_weights
 from toolkit.models.resolution import check_tokenizer_code
 from toolkit.models.spec import ModelSpec
 
@@ -39,6 +40,39 @@ def read_pretrained(spec: ModelSpec, folder: str | Path | None, **options: Any) 
         return auto_class(spec).from_pretrained(
             folder, trust_remote_code=spec.runs_code, use_safetensors=True, **options
         )
+
+
+def open_tensors(spec: ModelSpec) -> dict[str, Any]:
+    """Return the open file of each tensor in a model's files, by the tensor's name."""
+    from safetensors import safe_open
+
+    files: dict[str, Any] = {}
+    for path in require_weights(spec):
+        file: Any = safe_open(path, framework="pt")
+        files.update(dict.fromkeys(file.keys(), file))
+    return files
+
+
+def check_tied(spec: ModelSpec) -> None:
+    """Check that the files hold one value for weights that the config ties.
+
+    Raises:
+        ModelError: where they differ. transformers would untie them on some ranks, and drop one on others.
+    """
+    import torch
+
+    files = open_tensors(spec) if spec.tied else {}
+    for group in spec.tied:
+        names = [name for full in group for name in (full, full.partition(".")[2]) if name in files]
+        for one, other in itertools.pairwise(names):
+            first, second = (files[name].get_tensor(name) for name in (one, other))
+            if first.dtype != second.dtype:
+                first, second = first.float(), second.float()
+            if not torch.equal(first, second):
+                raise ModelError(
+                    f"model {spec.name!r}: its config ties {one} and {other}, but its files hold different values for them. "
+                    "If both are meant, set tie_word_embeddings to false in config.json. Otherwise delete one of the tensors."
+                )
 
 
 def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:

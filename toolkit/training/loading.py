@@ -25,8 +25,8 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.engines.timeouts import on_main
-from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import LONG, auto_class, freeze, load_tokenizer, quiet_bars, without_engine
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import LONG, auto_class, check_tied, freeze, load_tokenizer, quiet_bars, without_engine
 from toolkit.models.varlen import register_varlen
 from toolkit.training.streamed_weights import StreamedWeights
 
@@ -66,7 +66,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     require_libraries(job)
     if job.strategy.quantized:
         check_quantized(spec, job.strategy.adapter, allow_unquantized)
-    require_weights(spec)
+    on_main(accelerator, lambda: check_tied(spec))
     tokenizer = load_tokenizer(spec)
     engine = engine_of(job.strategy)
     reader = Reader(job, accelerator)
@@ -225,8 +225,8 @@ class Reader:
             mark_experts(model, expert_shapes(self.spec), _dtype(self.job.compute_dtype))
         model.tie_weights()  # `init_empty_weights` gives every name its own parameter
         # While a cast takes no memory:
-        self._freeze(model)
         _widen(model)
+        self._freeze(model)
         for name, parameter in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             _replace(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +13,9 @@ from toolkit.engines.fused_experts import packed_experts
 from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
-from toolkit.models import ModelSpec, require_weights
+from toolkit.models import ModelSpec
 from toolkit.models.files import SAFETENSORS_DTYPES
-from toolkit.models.hf_loading import disk_layouts
+from toolkit.models.hf_loading import disk_layouts, open_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,7 @@ class StreamedWeights:
         """Open the files of a checkpoint for a model's weights of these names and shapes. A collective.
 
         Returns:
-            None where transformers has to convert the files: joined along their columns, 8-bit weights; or where they hold
-            different tensors for weights that the model ties.
+            None where transformers has to convert the files: joined along their columns, 8-bit weights.
 
         Raises:
             ModelError: where the model has no weights.
@@ -68,14 +67,9 @@ class StreamedWeights:
         files: dict[str, Any] = {}
 
         def find() -> dict[str, tuple[list[str], str]] | None:
-            from safetensors import safe_open
-
-            for path in require_weights(spec):
-                file: Any = safe_open(path, framework="pt")
-                files.update(dict.fromkeys(file.keys(), file))
+            files.update(open_tensors(spec))
             sources = {name: _source(files, model, name, shape) for name, shape in shapes.items()}
-            apart = any(_differ(files, model, group, shapes[group[0]]) for group in spec.tied if group[0] in shapes)
-            return None if apart or None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
+            return None if None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
 
         places = on_main(accelerator, find)
         if places is None:
@@ -272,17 +266,6 @@ def _source(
         if len(dtypes) == 1 and dtypes <= FLOATS and shapes == [*layout.values()]:
             return [*layout], dtypes.pop()
     return None
-
-
-def _differ(files: Mapping[str, Any], model: PreTrainedModel, names: Sequence[str], shape: tuple[int, ...]) -> bool:
-    """Return whether the files hold different values for tied weights of these names."""
-    import torch
-
-    sources = (_source(files, model, name, shape) for name in names)
-    places = dict.fromkeys((*tensors, dtype) for tensors, dtype in filter(None, sources))
-    values = ([files[tensor].get_tensor(tensor) for tensor in tensors] for *tensors, _ in places)
-    one_dtype = len({dtype for *_, dtype in places}) < 2
-    return not one_dtype or any(not all(map(torch.equal, *pair)) for pair in itertools.pairwise(values))
 
 
 def _is_transposed(module: Any) -> bool:

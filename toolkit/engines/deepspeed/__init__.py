@@ -179,7 +179,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
             return note
         return f"{note}; gradients add up in {dtype}: {BITS[dtype]} bits round the sum after each micro-batch"
 
-    def loading_note(self, job: Job, streamed: bool) -> str:
+    def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if stage_of(job.strategy) < 3:
             return super().loading_note(job, streamed)

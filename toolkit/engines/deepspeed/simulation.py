@@ -206,7 +206,7 @@ class _Buckets:
         self._kept = ledger.held["gradients"]
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
-        """Handle a gradient, or the end of the backward. Stage 1 reduces in the last micro-batch only."""
+        """Handle the begin of a micro-batch, a gradient, or the end of the backward. Stage 1 reduces in the last one only."""
         if what == "forward":
             self._begun += 1
         elif what == "gradient":

@@ -70,11 +70,15 @@ def partitioned(simulation: Simulation) -> None:
         adapter_bytes, size = 0, BYTES_OF[job.compute_dtype]
         read = sum(ceil_div(state.elements, ranks) for state in base) * size
         keep("parameters", read)
-        # Experts that are joined as they are read are there once more, in the files' dtype.
+        # Experts that are joined as they are read are there once more, in the files' dtype, in rank 0's host memory.
         experts = [parameter.elements for parameter in job.spec.parameters if parameter.role == "expert"]
         joined = max(experts, default=0) if job.spec.copied else 0
-        stored = BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
-        ledger.touch("workspace", max(2 * size * max(state.elements for state in base), (2 * size + stored) * joined))
+        files = joined * BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
+        on_cpu = job.device.kind == "cpu"
+        largest = 2 * size * max(state.elements for state in base)
+        ledger.touch("workspace", max(largest, 2 * size * joined + files) if on_cpu else largest)
+        ledger.rank0_host(files if not on_cpu else 0)
+        ledger.rank0_host(-files if not on_cpu else 0)
     ledger.hold("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", -read)

@@ -141,7 +141,7 @@ class FSDP(FSDPForecast):
         """Return whether weights are read one at a time: all are, if possible."""
         return can_stream(job)
 
-    def loading_note(self, job: Job, streamed: bool) -> str:
+    def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return a note about the rank that reads the weights, whole or one at a time."""
         if streamed:
             return "rank 0 reads each weight, and every rank keeps its shard of it"

@@ -119,7 +119,11 @@ class Mesh(Engine):
         """Return the inner engine's."""
         return f"{self.inner.compute_note(local_job(job))}; matrix products over {job.parallelism.tp} ranks"
 
-    def loading_note(self, job: Job, streamed: bool) -> str:
+    def streams(self, job: Job) -> bool:
+        """Return false: each rank reads slices."""
+        return False
+
+    def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that each rank reads its own slices."""
         return "every rank reads its own part of each weight"
 
