@@ -333,8 +333,7 @@ def kept_dtype(job: Job) -> str:
 
 def all_engines() -> Iterator[Engine]:
     """Return every engine of the table once."""
-    for name in dict.fromkeys(row.engine for row in SHARDINGS.values()):
-        yield engine_named(name)
+    return map(engine_named, dict.fromkeys(row.engine for row in SHARDINGS.values()))
 
 
 @contextmanager

@@ -189,8 +189,8 @@ class _Buckets:
         self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
         self._own = simulation.rank
-        self._bucket: list[str] | None = None
-        self._filled = 0
+        self._bucket: list[str] = []
+        self._filled = self._held = 0
         self._partition = 0
         """Bytes of the gradients of this rank's partition."""
         self._parts = 0
@@ -210,7 +210,7 @@ class _Buckets:
         if what == "forward":
             self._begun += 1
         elif what == "gradient":
-            self._hold_bucket()
+            self._hold_buckets(self._buffers)
             staged = size * self._staged // self._size
             self._ledger.touch("gradients", size + staged if staged != size else 0)
             if self._early or self._begun == 1:  # else it is added to the first micro-batch's
@@ -222,27 +222,20 @@ class _Buckets:
                 self._on_gradient(name)
             self._flush()
             if self._early:
-                self._release()
+                self._hold_buckets(0)
                 self._add_partition()
 
-    def _hold_bucket(self) -> None:
-        if self._bucket is None:
-            self._bucket = []
-            self._ledger.hold("buffers", self._buffers * self._room * self._staged)
-
-    def _release(self) -> None:
-        if self._bucket is not None:
-            self._bucket = None
-            self._ledger.hold("buffers", -self._buffers * self._room * self._staged)
+    def _hold_buckets(self, count: int) -> None:
+        self._ledger.hold("buffers", (count - self._held) * self._room * self._staged)
+        self._held = count
 
     def _drop(self) -> None:
         """Drop what the backward left but this rank's partition: sums in fp32 (`grad_accum`), and the bucket they lie in."""
-        self._release()
+        self._hold_buckets(0)
         self._ledger.hold("gradients", self._kept + self._partition - self._ledger.held["gradients"])
 
     def _on_gradient(self, name: str) -> None:
         """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
-        assert self._bucket is not None
         elements = self._elements[name]
         if self._filled + elements > self._room:
             self._flush()
@@ -253,7 +246,6 @@ class _Buckets:
 
     def _flush(self) -> None:
         """Follow `reduce_ipg_grads`: join slices and send them; keep this rank's part in its partition."""
-        assert self._bucket is not None
         if self._fp32 and any(self._own in self._ranges[name] for name in self._bucket):
             self._hold_partition()  # `_build_compact_grad_partition_buffer`, before anything is sent
         for slices in self._reductions():
@@ -298,7 +290,7 @@ class _Buckets:
         """
         slices: list[int] = []
         last = None
-        for name in self._bucket or ():
+        for name in self._bucket:
             for rank, elements in self._ranges[name].items():
                 if rank == last and not (self._fp32 and rank == self._own):
                     slices[-1] += elements
