@@ -164,6 +164,7 @@ def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = 
     sources = {parameter.name: parameter for parameter in job.spec.parameters}
     stored_dtype = job.spec.config.get("dtype") or "float32"
     stored = BYTES_OF.get(stored_dtype, 4)
+    mapped = job.device.kind == "cpu" and job.ranks == 1  # what is read is then no memory of torch's
     for state in parameters_of(job):
         if state.trainable and job.strategy.adapter != "none":
             continue
@@ -177,6 +178,8 @@ def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = 
             on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
             work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, BLOCK)
             ledger.hold("buffers", packing_constants(source.elements))
+            size = state.bytes
+        elif mapped:
             size = state.bytes
         elif cast and stored_dtype != job.compute_dtype:
             ledger.touch("workspace", size + state.bytes)

@@ -69,7 +69,9 @@ def partitioned(simulation: Simulation) -> None:
     else:
         adapter_bytes, size = 0, BYTES_OF[job.compute_dtype]
         read = sum(ceil_div(state.elements, ranks) for state in base) * size
-        keep("parameters", read)
+        by_name = {state.name: ceil_div(state.elements, ranks) * size for state in states}
+        twins = sum(by_name.get(group[0], 0) for group in job.spec.tied for _ in group[1:])  # until they are tied
+        keep("parameters", read + twins)
         # Experts that are joined as they are read are there once more, in the files' dtype, in rank 0's host memory.
         experts = [parameter.elements for parameter in job.spec.parameters if parameter.role == "expert"]
         joined = max(experts, default=0) if job.spec.copied else 0
@@ -79,6 +81,7 @@ def partitioned(simulation: Simulation) -> None:
         ledger.touch("workspace", max(largest, 2 * size * joined + files) if on_cpu else largest)
         ledger.rank0_host(files if not on_cpu else 0)
         ledger.rank0_host(-files if not on_cpu else 0)
+        keep("parameters", -twins)
     ledger.hold("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", -read)
