@@ -88,7 +88,7 @@ def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec
         ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="dora"))),
         ("gpt2", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
         ("gemma", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
-        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"))),
+        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"), checkpointing=False)),
         ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"), device="cuda")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

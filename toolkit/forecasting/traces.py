@@ -226,7 +226,10 @@ def _repeat_layers(
     stack: LayerStack, members: Sequence[_Span], is_boundary: Callable[[str, str], bool]
 ) -> Iterator[Segment]:
     """Repeat the kept layers so that each layer of the whole stack has one."""
-    segments = {int(span.layer.rpartition(".")[2]): list(_condense(span.events, {}, is_boundary)) for span in members}
+    segments = {}
+    for span in members:
+        times = _late_times(stack, span) if span.backward else {}
+        segments[_place(span.layer)] = list(_condense(span.events, times, is_boundary))
     order = range(len(stack.kinds))
     for index in reversed(order) if members[0].backward else order:
         source = stack.source(index)
@@ -234,6 +237,19 @@ def _repeat_layers(
         for segment in segments[source]:
             inside = segment.name == old or segment.name.startswith(f"{old}.")
             yield segment._replace(name=new + segment.name[len(old) :]) if inside else segment
+
+
+def _late_times(stack: LayerStack, span: _Span) -> dict[tuple[str, int], int]:
+    """Return how often a later layer's storage counts that an earlier layer's backward frees.
+
+    As where the graph ends with the first layer's backward and frees what nodes keep as attributes (bitsandbytes' 8 bits).
+    """
+    counts = {name: count for name, _, count in stack.repeated_layers() if _place(name) > _place(span.layer)}
+    return {(name, size): counts[name] for what, size, name in span.events if what == "-" and name in counts}
+
+
+def _place(layer: str) -> int:
+    return int(layer.rpartition(".")[2])
 
 
 def _condense(

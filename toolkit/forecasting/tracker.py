@@ -40,6 +40,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.layer = ""
         """The layer in its forward or backward."""
+        self._backward = False
         self._work: Counter[tuple[str, str]] = Counter()
         self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         """Storage → whether it existed before."""
@@ -66,6 +67,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, what: str, name: str = "", *, layer: bool = False) -> None:
         """Record an event without a size; a layer's event names the layer that runs next."""
         self.record(what, 0, name)
+        self._backward = self._backward or what == "backward"
         if name and name == self._head:
             self._at_logits = what in ("in", "out")
         if layer and (what.endswith("in") or name == self.layer):
@@ -118,13 +120,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._known[storage] = False
         size, key = storage.nbytes(), next(self._numbers)
-        layer = self.layer
+        layer, backward = self.layer, self._backward
         self.events.append(("+", size, part))
 
         def on_release(_: Any) -> None:
             del self._alive[key]
             self._released[len(self.events)] = key
-            self.events.append(("-", size, part or ("" if self.layer else layer)))
+            outside = not self.layer or (layer != self.layer and not backward)
+            self.events.append(("-", size, part or (layer if outside else "")))
 
         self._alive[key] = weakref.ref(storage, on_release)
 
