@@ -65,11 +65,12 @@ def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
     ("case", "kind"),
     [
         ("zero3-none-full-sdpa-bf16-Gemma4-PLE-wide-2-one-1", "_recent"),
+        ("zero3-lora-none-eager-bf16-DeepSeek-V3-deep-2-one-1", "_recent"),
         ("hsdp-none-full-sdpa-bf16-GPT-NeoX-wide-4-one-2", ""),
     ],
 )
 def test_a_forecast_is_true_of_one_case(case: str, kind: str, tmp_path: Path) -> None:
-    """One tensor outweighs the others; two micro-batches under HSDP."""
+    """One tensor outweighs the others; frozen linear modules without adapters; two micro-batches under HSDP."""
     flags = ["--recent"] if kind else []
     (row,) = measured(tmp_path, f"forecast_accuracy{kind}", *flags, "--runs", "1", "--only", case)
     check_phases(row)

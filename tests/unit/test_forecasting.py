@@ -128,6 +128,15 @@ def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig
     assert two.scaled(three, 5) == trace(spec, way, batch=7, seq_len=32)
 
 
+def test_stage_3_saves_the_inputs_of_frozen_linear_modules() -> None:
+    spec = describe(config("llama", 2))
+    way = dataclasses.replace(CAST, adapter=dataclasses.replace(LORA, targets="q_proj"))
+    saving = trace_of(spec, dataclasses.replace(way, saves_inputs=True), batch=2, seq_len=64)
+    inputs = 2 * 64 * (64 + 64 + 192) * 2  # of o_proj, of gate_proj and up_proj, and of down_proj, in bf16
+    more = peak(split_segments(saving)) - peak(split_segments(trace_of(spec, way, batch=2, seq_len=64)))
+    assert more == 2 * inputs
+
+
 def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
     spec = describe(config("llama", 2))
     way = dataclasses.replace(FP32, weights="bfloat16", device="cuda", checkpointing=False)

@@ -45,6 +45,8 @@ class TraceConfig:
     """Whether the device runs `scaled_dot_product_attention`'s flash kernel: compute capability 8.0 or more."""
     adapter: Adapter | None = None
     """The adapter on frozen weights, or None."""
+    saves_inputs: bool = False
+    """Whether a linear module saves its input even though its weight is frozen."""
     tp: int = 1
     """Ranks of a tensor-parallel group."""
     tp_rank: int = 0

@@ -32,6 +32,7 @@ def replaced_kernels(config: TraceConfig) -> Iterator[None]:
     - `scaled_dot_product_attention`: a fake tensor is on the CPU, so torch would choose the CPU's kernel.
     - `grouped_mm` has no fake kernel in fp32.
     - bitsandbytes' fake products do not show their temporary tensors.
+    - DeepSpeed's stage 3 has a linear product of its own.
     - `find_packed_sequence_indices` needs values: the configuration knows whether rows hold several documents.
 
     A mode for torch functions would be off while activation checkpointing recomputes.
@@ -42,6 +43,8 @@ def replaced_kernels(config: TraceConfig) -> Iterator[None]:
     kernels: list[tuple[Any, str, Callable[..., Any]]] = [(functional, "grouped_mm", _grouped_mm)]
     if config.device == "cuda":
         kernels.append((functional, "scaled_dot_product_attention", partial(_attention, config.flash)))
+    if config.saves_inputs:
+        kernels.append((functional, "linear", _saving_linear))
     if config.adapter is not None and config.adapter.kind in QUANTIZED:
         import_bitsandbytes()
         bitsandbytes = importlib.import_module("bitsandbytes")
@@ -138,6 +141,30 @@ def _attention(
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _saving_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Follow deepspeed/runtime/zero/linear.py `LinearFunctionForZeroStage3`, which saves its input in any case."""
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            product = x.matmul(weight.t())
+            return product if bias is None else product.add_(bias)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+            rows = grad.reshape(-1, grad.shape[-1])
+            return (
+                grad.matmul(weight) if needs_x else None,
+                rows.t().matmul(x.reshape(-1, x.shape[-1])) if needs_weight else None,
+                rows.sum(0) if needs_bias else None,
+            )
+
+    return Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
 
 
 def _fake_product(x: torch.Tensor, weight: Any, quant_state: tuple[int, int], bias: torch.Tensor | None = None) -> Any:

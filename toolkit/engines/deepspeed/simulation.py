@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from toolkit.core.units import BYTES_OF, ceil_div, round_up
 from toolkit.engines.base import Engine
@@ -15,6 +16,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import Simulation, gathers, host_transfers
 from toolkit.engines.states import optimizer_bytes, optimizer_dtypes, parameters_of, trained_elements
+from toolkit.engines.traces import TraceConfig
 
 ALIGNMENT = 2
 """Elements per rank to which stages 1 and 2 pad their flat partition (`nccl_start_alignment_factor`)."""
@@ -71,6 +73,11 @@ class ZeroForecast(Engine):
         elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         return tuple(dict.fromkeys((first, _fullest_rank(_partition(elements, ranks)[1], elements, ranks))))
 
+    def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
+        """Return the trace's configuration. `zero.Init`, which packed weights do not enter, replaces torch's linear product."""
+        saves = stage_of(job.strategy) == 3 and job.strategy.adapter in ("lora", "dora")
+        return replace(super().trace_config(job, masked=masked), saves_inputs=saves)
+
     def simulate_load(self, simulation: Simulation) -> None:
         """Load and prepare, until the parameters are partitioned or flattened."""
         job, ledger, state = simulation.job, simulation.ledger, simulation.state
@@ -98,18 +105,12 @@ class ZeroForecast(Engine):
         ranks, micro = job.parallelism.shard_size, job.train_config.accumulation
         share, stage = (ranks - 1) / ranks, stage_of(job.strategy)
         trained = trained_elements(job)
-        reduced = share * trained * BYTES_OF[job.precision.reduce]
+        reduced, updated = (share * trained * BYTES_OF[word] for word in (job.precision.reduce, job.compute_dtype))
         if stage < 3:
             during = "backward" if job.settings["zero_optimization"]["overlap_comm"] else "nothing"
             transfers = [
                 Transfer(reduced, 1 if stage == 1 else micro, during, "ring", "gradients, reduce-scattered"),
-                Transfer(
-                    share * trained * BYTES_OF[job.compute_dtype],
-                    1,
-                    "nothing",
-                    "ring",
-                    "updated parameters, all-gathered",
-                ),
+                Transfer(updated, 1, "nothing", "ring", "updated parameters, all-gathered"),
                 through_buckets(job),
             ]
         else:
