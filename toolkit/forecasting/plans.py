@@ -172,7 +172,7 @@ class Plan(Result):
             least = (
                 f"{closest.least_need}: {{sharding}}, {{offload}}".format(**closest.cells) if closest.forecast else ""
             )
-            rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 100, placeholder="…"), words, least))
+            rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 130, placeholder="…"), words, least))
         more = len(groups) - len(rows)
         note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
         return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=(note,))

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,9 @@ class Candidate:
         forecast = self.forecast
         if forecast is None:
             return re.sub(r"\b(accumulation|got|than|micro_batch) \d+", r"\1 n", self.reason)
+        if forecast.device_lacks and forecast.host_lacks:
+            host = format_bytes(forecast.hardware.host_free_bytes)
+            return f"A rank has {format_bytes(forecast.limit_bytes)}, a node's host {host}, and both need more."
         if forecast.device_lacks:
             return f"A rank has {format_bytes(forecast.limit_bytes)} and needs more."
         if forecast.host_lacks:
@@ -255,7 +258,7 @@ def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfi
 def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Candidate]:
     """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits.
 
-    Where no value of one field fits, an adapter and more devices are changed together.
+    Where no value of one field fits, an adapter is changed together with a shorter sequence or more devices.
     """
     finished: set[str] = set()
     fits = False
@@ -267,10 +270,16 @@ def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Itera
             if name in ("seq_len", "hardware"):
                 finished.add(name)
     if not fits and {"adapter", "hardware"} <= set(fields):
-        for name, change, request in _requests(search):
-            if name == "adapter":
-                for candidate in find_alternatives(request, ("hardware",)):
-                    yield dataclasses.replace(candidate, change={**change, **candidate.change})
+        adapters = [(change, request) for name, change, request in _requests(search) if name == "adapter"]
+        together = [*_together(adapters, "hardware")] or _together(adapters[-1:], "seq_len")
+        yield from together
+
+
+def _together(adapters: Sequence[tuple[dict[str, Any], Search]], field: str) -> Iterator[Candidate]:
+    """Yield what fits with one of these adapters and another value of the field."""
+    for change, request in adapters:
+        for candidate in find_alternatives(request, (field,)):
+            yield dataclasses.replace(candidate, change={**change, **candidate.change})
 
 
 def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:

@@ -283,7 +283,12 @@ def runs(root: str | Path = RUNS) -> Runs:
     place = expand_user(root)
     places = {path.parent for path in place.glob("*/run.json")}
     places |= {path.parent for path in place.glob("*/lock") if is_lock(path)}  # also those that never began
-    folders = sorted(places, key=lambda path: path.stat().st_mtime, reverse=True)
+    # A report changes the time of the folder.
+    begun = {
+        path: max(file.stat().st_mtime for file in path.iterdir() if file.name in ("run.json", "lock"))
+        for path in places
+    }
+    folders = sorted(places, key=begun.__getitem__, reverse=True)
     return Runs(root=str(root), entries=tuple(_row(Run(path)) for path in folders))
 
 
