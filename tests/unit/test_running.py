@@ -142,11 +142,14 @@ def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     about = runs.about()
     about["strategy"]["of_another_version"] = 1
     runs.write(tmp_path / "other", [], found=about)
+    for file in ("run.json", "lock"):
+        os.utime(tmp_path / "mine" / file, (1, 1))
+    (tmp_path / "mine" / "report.html").touch()  # makes the run no newer
     result = tk.runs(tmp_path)
-    assert {Path(one["folder"]).name: one["status"] for one in result.entries} == {
-        "mine": "finished",
-        "other": "unreadable",
-    }
+    assert [(Path(one["folder"]).name, one["status"]) for one in result.entries] == [
+        ("other", "unreadable"),
+        ("mine", "finished"),
+    ]
     assert "of_another_version" in str(result)
     assert {one["status"] for one in json.loads(result.to_json())["entries"]} == {"finished", "unreadable"}
 

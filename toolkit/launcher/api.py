@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -283,13 +284,17 @@ def runs(root: str | Path = RUNS) -> Runs:
     place = expand_user(root)
     places = {path.parent for path in place.glob("*/run.json")}
     places |= {path.parent for path in place.glob("*/lock") if is_lock(path)}  # also those that never began
-    # A report changes the time of the folder.
-    begun = {
-        path: max(file.stat().st_mtime for file in path.iterdir() if file.name in ("run.json", "lock"))
-        for path in places
-    }
-    folders = sorted(places, key=begun.__getitem__, reverse=True)
+    folders = sorted(places, key=_last_begun, reverse=True)
     return Runs(root=str(root), entries=tuple(_row(Run(path)) for path in folders))
+
+
+def _last_begun(folder: Path) -> float:
+    """Return when a run began or was resumed last; 0 where its files are gone. A report changes the time of the folder alone."""
+    times = [0.0]
+    for name in ("run.json", "lock"):
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return max(times)
 
 
 def _row(run: Run) -> dict[str, Any]:
