@@ -222,9 +222,10 @@ class _Buckets:
             for name in () if self._early else self._elements:
                 self._on_gradient(name)
             self._flush()
-            if self._early:
-                self._hold_buckets(0)
-                self._add_partition()
+            self._hold_buckets(0)
+            self._add_partition()
+            if self._staged == self._size and self._begun == self._micro_batches:
+                self._drop()  # else whole sums stay for the norm
 
     def _hold_buckets(self, count: int) -> None:
         self._ledger.hold("buffers", (count - self._held) * self._room * self._staged)
@@ -308,8 +309,6 @@ class _Buckets:
 
         An fp32 sum is one tensor already.
         """
-        if self._staged == self._size:
-            self._drop()  # else they stay for the norm
         if not self._offload:
             # Any rank may have the largest slice.
             slices = [
