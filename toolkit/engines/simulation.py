@@ -190,6 +190,14 @@ def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = 
         ledger.hold("workspace", -size if shared else 0)
 
 
+def joined_experts(job: Job) -> int:
+    """Return the elements of the largest weight that is joined from experts as they are read; 0 where the files join them."""
+    assert job.spec is not None
+    if not job.spec.copied:
+        return 0
+    return max(parameter.elements for parameter in job.spec.parameters if parameter.role == "expert")
+
+
 def expert_copies(job: Job) -> int:
     """Return the bytes that loading needs in addition to the model, without its adapter: the experts of a layer.
 
@@ -197,13 +205,13 @@ def expert_copies(job: Job) -> int:
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
     """
     assert job.spec is not None
-    if not job.spec.copied:
+    largest = joined_experts(job)
+    if not largest:
         return 0
     adapter = job.strategy.adapter != "none"
     dtype = job.compute_dtype if adapter else kept_dtype(job)
     if job.spec.config.get("dtype") in (None, dtype):
         return 0
-    largest = max(parameter.elements for parameter in job.spec.parameters if parameter.role == "expert")
     added = sum(state.bytes for state in parameters_of(job) if state.trainable) if adapter else 0
     return max(0, largest * BYTES_OF[dtype] - added)
 

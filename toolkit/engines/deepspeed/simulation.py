@@ -232,8 +232,7 @@ class _Buckets:
         self._held = count
 
     def _drop(self) -> None:
-        """Drop what the backward left but this rank's partition: sums in fp32 (`grad_accum`), and the bucket they lie in."""
-        self._hold_buckets(0)
+        """Drop what the backward left but this rank's partition, such as sums in fp32 (`grad_accum`)."""
         self._ledger.hold("gradients", self._kept + self._partition - self._ledger.held["gradients"])
 
     def _on_gradient(self, name: str) -> None:

@@ -15,7 +15,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
-from toolkit.engines.simulation import Simulation, stream_weights
+from toolkit.engines.simulation import Simulation, joined_experts, stream_weights
 from toolkit.engines.states import can_stream, parameters_of
 
 SUB_GROUP = 10**9
@@ -73,14 +73,14 @@ def partitioned(simulation: Simulation) -> None:
         twins = sum(by_name.get(group[0], 0) for group in job.spec.tied for _ in group[1:])  # until they are tied
         keep("parameters", read + twins)
         # Experts that are joined as they are read are there once more, in the files' dtype, in rank 0's host memory.
-        experts = [parameter.elements for parameter in job.spec.parameters if parameter.role == "expert"]
-        joined = max(experts, default=0) if job.spec.copied else 0
+        joined = joined_experts(job)
         files = joined * BYTES_OF.get(job.spec.config.get("dtype") or "float32", 4)
-        on_cpu = job.device.kind == "cpu"
-        largest = 2 * size * max(state.elements for state in base)
-        ledger.touch("workspace", max(largest, 2 * size * joined + files) if on_cpu else largest)
-        ledger.rank0_host(files if not on_cpu else 0)
-        ledger.rank0_host(-files if not on_cpu else 0)
+        ledger.touch("workspace", 2 * size * max(state.elements for state in base))
+        if job.device.kind == "cpu":
+            ledger.touch("workspace", 2 * size * joined + files)
+        else:
+            ledger.rank0_host(files)
+            ledger.rank0_host(-files)
         keep("parameters", -twins)
     ledger.hold("parameters", adapter_bytes)
     ledger.enter("prepare")
