@@ -486,6 +486,20 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     assert one.phases == other.phases
 
 
+def test_what_a_run_does_not_save_is_not_forecast() -> None:
+    """A checkpoint's snapshot, and the export's tensors on rank 0, count only in runs that write them."""
+    strategy, train_config = Strategy(sharding="fsdp", precision="bf16"), TrainConfig(micro_batch=1, seq_len=16)
+    spec = describe(config("llama", 4))
+
+    def saving(**options: bool) -> int:
+        return forecast(spec, strategy, hardware("2x cpu"), train_config, **options).phases["save"]
+
+    between_steps = saving(save=False, checkpoints=False)
+    kept = forecast(spec, strategy, hardware("2x cpu"), train_config, save=False, checkpoints=False).parts
+    assert between_steps == kept["parameters"] + kept["optimizer"]
+    assert between_steps < saving(checkpoints=False) < saving(save=False) == saving()
+
+
 def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     result = plan(llama3(*LLAMA_8B), "8x H100-80GB", global_batch=48, seq_len=1024)
     speeds = [one.forecast.timing.tokens_per_second for one in result.ranked if one.forecast and one.forecast.timing]

@@ -54,6 +54,10 @@ BUDGET = (
     _switch("--all", "show every candidate, not only the first ones and the reasons"),
 )
 ONE_DOCUMENT = _switch("--one-document", "each row holds one document, without padding")
+SAVES = (
+    _switch("--no-save", "the run exports no result"),
+    _switch("--no-checkpoints", "the run writes no checkpoints"),
+)
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
 TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
 RANKS_HERE = _argument("--processes", type=int, help=f"ranks on this machine ({RANKS})")
@@ -157,7 +161,10 @@ def build_parser() -> Parser:
     add(doctor, [_switch("--compile", "compile DeepSpeed's operators now")])
     add(describe, [MODEL, REMOTE_CODE])
     add(
-        forecast, [*FORECASTING, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, UNQUANTIZED, AGAINST], Strategy, TrainConfig
+        forecast,
+        [*FORECASTING, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, *SAVES, UNQUANTIZED, AGAINST],
+        Strategy,
+        TrainConfig,
     )
     add(timeline, [*FORECASTING, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
     add(precisions, [*FORECASTING, COMPARED_RUN], Strategy)

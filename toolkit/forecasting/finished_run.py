@@ -40,6 +40,8 @@ class FinishedRun:
     ranks: int
     hardware: Hardware | None
     """The run's machine; None for a run without a forecast."""
+    save: bool
+    """Whether it exported its result."""
     checkpoints: bool
     """Whether it wrote checkpoints."""
     phases: Mapping[str, int] | None
@@ -70,6 +72,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
             train_config=from_dict(TrainConfig, about["train_config"]),
             ranks=about["ranks"],
             hardware=_hardware(forecast["hardware"]) if forecast else None,
+            save=bool(run_config.get("save", True)),
             checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "no reason is recorded",

@@ -70,13 +70,13 @@ def whole_step(job: Job, trace: Trace) -> list[Segment]:
     return _spread(trace, BLOCK[job.device.kind], engine_of(job.strategy))
 
 
-def fused_peak(job: Job, trace: Trace) -> int:
+def fused_peak(job: Job, trace: Trace, *, save: bool, checkpoints: bool) -> int:
     """Return the peak with a fused loss, which computes logits in chunks: Liger (Hsu et al. 2024), CCE (Wijmans et al. 2024).
 
     It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
     """
     without_logits = _without_logits(trace)
-    return replay(job, without_logits, whole_step(job, without_logits), checkpoints=True).peak
+    return replay(job, without_logits, whole_step(job, without_logits), save=save, checkpoints=checkpoints).peak
 
 
 @lru_cache(maxsize=8)
@@ -96,6 +96,7 @@ def replay(
     trace: Trace,
     step: Sequence[Segment],
     *,
+    save: bool = True,
     checkpoints: bool,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
@@ -105,6 +106,7 @@ def replay(
         job: with a spec.
         trace: of its model.
         step: from `whole_step`.
+        save: whether the result is exported.
         checkpoints: whether any are written.
         kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
@@ -121,11 +123,11 @@ def replay(
                 job=job, trace=rank_trace, step=rank_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints
             )
         )
-        _simulate_save(ledgers[-1], job, checkpoints)
+        _simulate_save(ledgers[-1], job, save, checkpoints)
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
-def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
+def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: bool) -> None:
     """Simulate a checkpoint's snapshot on every rank, and the export on rank 0.
 
     A model is written tensor by tensor, an adapter at once. On a GPU both go to the host. Other ranks send their shards in pieces
@@ -133,7 +135,7 @@ def _simulate_save(ledger: Ledger, job: Job, checkpoints: bool) -> None:
     """
     ledger.enter("save")
     each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
-    sizes = [state.elements * each for state in parameters_of(job) if state.trainable]
+    sizes = [state.elements * each for state in parameters_of(job) if state.trainable] if save else []
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
     if job.spec and job.spec.copied:  # the disk has one expert a tensor
         written += max(sizes, default=0)

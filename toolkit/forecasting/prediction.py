@@ -35,6 +35,8 @@ def forecast(
     *,
     ranks: int | None = None,
     one_document: bool = False,
+    save: bool = True,
+    checkpoints: bool = True,
     allow_unquantized: bool = False,
     advice: bool = True,
 ) -> Forecast:
@@ -47,6 +49,7 @@ def forecast(
         train_config: batch and lengths.
         ranks: processes; by default `default_ranks`.
         one_document: every row holds one document and no padding, so attention needs no mask.
+        save, checkpoints: whether the run exports its result, and writes checkpoints. Each has a snapshot or copy of its own.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
         advice: whether to search for the smallest change that fits, if this does not fit.
 
@@ -59,12 +62,13 @@ def forecast(
     assert job.spec is not None
     if job.strategy.quantized:
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
-    result = forecast_job(job, machine, one_document=one_document, others=True)
+    saves = {"save": save, "checkpoints": checkpoints}
+    result = forecast_job(job, machine, one_document=one_document, others=True, **saves)
     # Without logits at the peak, a fused loss changes nothing.
     logits = result.parts["logits"]
-    fused = fused_peak(job, traced(job, masked=not one_document)) if logits else result.peak_bytes
+    fused = fused_peak(job, traced(job, masked=not one_document), **saves) if logits else result.peak_bytes
     result = dataclasses.replace(result, fused_bytes=fused)
-    return result if result.fits or not advice else _with_advice(result, job, one_document)
+    return result if result.fits or not advice else _with_advice(result, job, one_document=one_document, **saves)
 
 
 def resolve_request(
@@ -100,8 +104,8 @@ def resolve_request(
     return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
 
 
-def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
-    """Add the smallest change that fits: single ones first, then several together."""
+def _with_advice(forecast: Forecast, job: Job, **options: bool) -> Forecast:
+    """Add the smallest change that fits: single ones first, then several together. `options` are those of `forecast_job`."""
     assert job.spec is not None
     for change in _smaller_requests(forecast):
         try:
@@ -111,7 +115,7 @@ def _with_advice(forecast: Forecast, job: Job, one_document: bool) -> Forecast:
                 check_quantized(job.spec, strategy.adapter, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
                 continue  # too large without any activation: no trace is needed
-            smaller = forecast_job(other, forecast.hardware, one_document=one_document)
+            smaller = forecast_job(other, forecast.hardware, **options)
         except ToolkitError:
             continue
         if smaller.fits:
@@ -144,15 +148,21 @@ def _smaller_requests(forecast: Forecast) -> list[dict[str, Any]]:
 
 
 def forecast_job(
-    job: Job, machine: Hardware, *, one_document: bool = False, checkpoints: bool = True, others: bool = False
+    job: Job,
+    machine: Hardware,
+    *,
+    one_document: bool = False,
+    save: bool = True,
+    checkpoints: bool = True,
+    others: bool = False,
 ) -> Forecast:
-    """Forecast a job; `checkpoints`: whether it writes any; `others`: as in `traced`."""
+    """Forecast a job; `save`, `checkpoints`: whether it exports its result and writes checkpoints; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
-    result = build_forecast(job, machine, step, replay(job, trace, step, checkpoints=checkpoints))
+    result = build_forecast(job, machine, step, replay(job, trace, step, save=save, checkpoints=checkpoints))
     if checkpoints and result.host_lacks:
-        bare: Ledger = replay(job, trace, step, checkpoints=False)
+        bare: Ledger = replay(job, trace, step, save=save, checkpoints=False)
         without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
         result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
     return result

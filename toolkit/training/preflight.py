@@ -145,7 +145,11 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
         if preflight.job.strategy.adapter != "none":
             import peft  # noqa: F401 - loading needs it, too, and with it the trace needs no child process
         result = forecast_job(
-            preflight.job, machine, one_document=preflight.rows.one_document, checkpoints=run_config.checkpoints
+            preflight.job,
+            machine,
+            one_document=preflight.rows.one_document,
+            save=run_config.save,
+            checkpoints=run_config.checkpoints,
         )
         return dataclasses.replace(preflight, forecast=result)
     except Exception as error:  # a run trains without a forecast, too
