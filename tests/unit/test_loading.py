@@ -303,6 +303,17 @@ def test_streamed_weights_have_the_bits_of_a_whole_read(
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_frozen_weights_are_in_fp16_where_their_class_keeps_fp32(tmp_path: Path, adapter: str) -> None:
+    """T5 keeps `wo` in fp32, which every engine would cast: the audit expects the compute dtype."""
+    path = tiny.t5(tmp_path / "model")
+    strategy = Strategy(adapter=adapter, precision="fp16")
+    job = resolve(strategy, TrainConfig(seq_len=16), describe(path), 1, hardware("T4").device)
+    reads = Reader(job, reader(path, adapter=adapter).accelerator)
+    for model in (reads.read(), reads.defer()):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
 def test_a_rank_without_the_files_receives_a_scalar(tmp_path: Path) -> None:
     reads = reader(tiny.llama(tmp_path / "model"))
     sources = {"scale": streamed_weights.Source(["scale"], "float32", ())}

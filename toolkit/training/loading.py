@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
@@ -194,10 +195,15 @@ class Reader:
         model._weight_conversions = conversions
 
     def _freeze(self, model: Any) -> None:
-        """Freeze the parameters outside the text part, in the compute dtype. With an adapter all have it."""
+        """Freeze the parameters outside the text part, in the compute dtype. With an adapter all have it.
+
+        Under fp16 some classes keep weights in fp32 (T5's `wo`). Every engine computes them in fp16, so a frozen one is stored so.
+        """
         freeze(model, self.spec)
+        adapter = self.job.strategy.adapter != "none"
+        in_fp32 = set(model._keep_in_fp32_modules or ()) - set(model._keep_in_fp32_modules_strict or ())
         for name, parameter in model.named_parameters():
-            if not self.spec.trains(name) and self.job.strategy.adapter == "none":
+            if _matches(in_fp32, name) if adapter else not self.spec.trains(name):
                 parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
 
     def _build_empty(self) -> Any:
@@ -243,11 +249,15 @@ def _dtype(name: str) -> torch.dtype:
 
 def _widen(model: Any) -> None:
     """Cast to fp32 the parameters and buffers that transformers keeps so."""
-    patterns = "|".join(model._get_dtype_plan(model.dtype)).replace("*", ".*")
-    wide = re.compile(patterns or "(?!)")  # the second matches nothing
+    plan = model._get_dtype_plan(model.dtype)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items()):
-        if wide.search(name):
+        if _matches(plan, name):
             tensor.data = tensor.data.float()
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    """Return whether a name contains one of transformers' patterns, in which `*` is any text."""
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
