@@ -84,6 +84,35 @@ def test_an_adapters_first_values_follow_its_modules_name(tmp_path: Path) -> Non
     assert not torch.equal(drawn(2, [second], 8)[name], one[name])
 
 
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_an_adapters_input_is_not_cast_under_autocast_and_its_bits_stay(adapter: str) -> None:
+    """Autocast casts it in any case. DoRA takes norms in its dtype, and keeps PEFT's cast."""
+    from peft.tuners.lora import LoraLayer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).to(torch.bfloat16)
+    model = add_adapter(base, "causal", adapter, 4, ["model.layers.0.mlp.up_proj"])
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter, dtype=torch.float32)
+    x = torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer._cast_input_dtype(x, torch.float32).dtype == (torch.float32 if adapter == "dora" else x.dtype)
+        (layer(x) * torch.arange(64)).sum().backward()
+        weights = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in weights]
+        for parameter in weights:
+            parameter.grad = None
+        output = layer(x)
+        layer._cast_input_dtype = lambda x, dtype: x.to(dtype)
+        assert torch.equal(layer(x), output)
+        (layer(x) * torch.arange(64)).sum().backward()
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(weights, gradients, strict=True))
+    del layer._cast_input_dtype
+    assert layer._cast_input_dtype(x, torch.float32).dtype == torch.float32  # without autocast, as in PEFT
+
+
 def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, words = loaded(folder)
     assert model.training

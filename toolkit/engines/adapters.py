@@ -133,6 +133,27 @@ def save_packed_weights() -> None:
     _functions.MatMul4Bit = MatMul4Bit
 
 
+def keep_input_dtype() -> None:
+    """Let LoRA take its input as it is under autocast, which casts it for the products in any case.
+
+    PEFT casts the input of each adapted module to the adapter's fp32, and autocast casts it back (0.21, tuners/lora/layer.py):
+    the same bits, and by the forecast a tenth of an 8B's step. DoRA also takes norms in the input's dtype, so its cast stays.
+    """
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    theirs: Any = LoraLayer._cast_input_dtype
+    if theirs.__module__ == __name__:
+        return
+
+    def _cast_input_dtype(layer: Any, x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if x is not None and torch.is_autocast_enabled(x.device.type) and not layer.lora_variant:
+            return x
+        return cast("torch.Tensor | None", theirs(layer, x, dtype))
+
+    LoraLayer._cast_input_dtype = _cast_input_dtype
+
+
 def quantization(job: Job) -> BitsAndBytesConfig | None:
     """Return the quantization. 4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (2022)."""
     import torch
@@ -225,6 +246,7 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
     import_bitsandbytes()
     from peft import LoraConfig, TaskType, get_peft_model
 
+    keep_input_dtype()
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
