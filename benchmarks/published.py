@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from machine import about, parse, parser, write_results
 from published_runs import ARTICLE_HOST, BEYOND, Largest, Published, accelerate_article, runs
@@ -20,6 +24,7 @@ from published_runs import ARTICLE_HOST, BEYOND, Largest, Published, accelerate_
 import toolkit as tk
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes
+from toolkit.engines import adapters
 from toolkit.engines.job import resolve
 from toolkit.forecasting import forecast_job
 from toolkit.forecasting.result import Forecast
@@ -29,6 +34,19 @@ SMOKE = ("SmolLM2-135M, LoRA, eager, 1 x 4,096, T4", "GPT-2 10B, ZeRO-2, optimiz
 
 STEP = ("forward", "backward", "step")
 """The phases. The highest of them is compared."""
+
+
+@contextmanager
+def casts_of_peft() -> Iterator[None]:
+    """Trace adapters as the published runs had them: with PEFT's casts, which the toolkit leaves out under autocast."""
+    import peft  # noqa: F401 - so that adapters are traced here, and not in a child process each
+
+    with (
+        tempfile.TemporaryDirectory() as cache,  # the usual one holds traces of the toolkit's own adapters
+        patch.dict(os.environ, XDG_CACHE_HOME=cache),
+        patch.object(adapters, "keep_input_dtype", lambda: None),
+    ):
+        yield
 
 
 def compared(run: Published) -> dict[str, Any]:
@@ -176,10 +194,9 @@ def article_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     """Forecast every one, print the table, write the results."""
-    import peft  # noqa: F401 - so that adapters are traced here, and not in a child process each
-
     arguments = parse(parser(__doc__))
-    rows = [compared(run) for run in runs() if not arguments.smoke or run.what in SMOKE]
+    with casts_of_peft():
+        rows = [compared(run) for run in runs() if not arguments.smoke or run.what in SMOKE]
     lines, counts = figures(rows)
     said = list(dict.fromkeys(f"{row['source']}: {row['assumed']}." for row in rows))
     notes = (
