@@ -40,8 +40,8 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
     require_adapter(strategy)
-    engine, train_config = engine_of(strategy), job.train_config
-    configs = [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
+    train_config = job.train_config
+    configs = trace_configs(job, masked=masked)
     other_configs = tuple(_other_configs(job, configs[0], masked)) if others else ()
     first, *rest = dict.fromkeys(configs)  # ranks of one kind share a configuration
     batch, length = train_config.micro_batch, train_config.seq_len
@@ -53,6 +53,12 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
         **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest},
     }
     return dataclasses.replace(first_trace, others=tuple(traces[config] for config in configs[1:]))
+
+
+def trace_configs(job: Job, *, masked: bool) -> list[TraceConfig]:
+    """Return the configuration of each rank that is simulated."""
+    engine = engine_of(job.strategy)
+    return [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:

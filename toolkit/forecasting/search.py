@@ -19,11 +19,14 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import ceil_div, format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
-from toolkit.engines.adapters import check_quantized
-from toolkit.engines.job import resolve
+from toolkit.engines.adapters import check_quantized, require_adapter
+from toolkit.engines.job import Job, resolve
+from toolkit.engines.traces import TraceConfig
+from toolkit.forecasting.memory import trace_configs
 from toolkit.forecasting.memory_advice import changed, training_changes
 from toolkit.forecasting.prediction import forecast_job, permanent_bytes
 from toolkit.forecasting.result import Forecast
+from toolkit.forecasting.traces import trace_ahead
 from toolkit.models import ModelSpec
 
 MARGIN = 0.95
@@ -186,20 +189,25 @@ class Search:
         """Return those that fit, ranked by tokens/s and then by memory, and the rejected ones."""
         ranked: list[Candidate] = []
         rejected: list[Candidate] = []
-        share = self.global_batch // self.data_ranks
-        for strategy in self._strategies():
-            for train_config in _micro_batches(self.train_config, share):
-                candidate = self._candidate(strategy, train_config)
-                (rejected if candidate.reason else ranked).append(candidate)
-                if candidate.forecast is not None and candidate.reason:
-                    break  # a larger micro-batch needs more
+        smallest, *larger = _micro_batches(self.train_config, self.global_batch // self.data_ranks)
+        left = [*self._strategies()]
+        for train_configs in ([smallest], larger):
+            self._trace_ahead(left, train_configs)
+            for strategy, train_config in itertools.product(tuple(left), train_configs):
+                if strategy in left:
+                    candidate = self._candidate(strategy, train_config)
+                    (rejected if candidate.reason else ranked).append(candidate)
+                    if candidate.forecast is not None and candidate.reason:
+                        left.remove(strategy)  # a larger micro-batch needs more
         return sorted(ranked, key=rank_key), rejected
 
     def fastest_smallest(self) -> Candidate | None:
         """Return the fastest candidate that fits with the smallest micro-batch and activation checkpointing, if there is one."""
         train_config = next(_micro_batches(self.train_config, self.global_batch // self.data_ranks))
+        strategies = [*self._strategies(("full",) if self.spec.checkpointed else ("none",))]
+        self._trace_ahead(strategies, [train_config])
         ranked = []
-        for strategy in self._strategies(("full",) if self.spec.checkpointed else ("none",)):
+        for strategy in strategies:
             candidate = self._candidate(strategy, train_config, quick=True)
             if not candidate.reason:
                 ranked.append(candidate)
@@ -227,12 +235,24 @@ class Search:
                         dp_replicate=self.machine.nodes if sharding.hybrid else 1,
                     )
 
+    def _trace_ahead(self, strategies: Sequence[Strategy], train_configs: Sequence[TrainConfig]) -> None:
+        """Trace together what the candidates need, but those whose states alone do not fit."""
+        configs: list[TraceConfig] = []
+        for strategy, train_config in itertools.product(strategies, train_configs):
+            with contextlib.suppress(ToolkitError):
+                job = resolve(strategy, train_config, self.spec, self.machine.ranks, self.machine.device)
+                require_adapter(job.strategy)
+                if not _too_large(job):
+                    configs += trace_configs(job, masked=not self.one_document)
+        batches = [train_config.micro_batch for train_config in train_configs]
+        trace_ahead(self.spec, configs, batches=batches, seq_len=self.train_config.seq_len)
+
     def _candidate(self, strategy: Strategy, train_config: TrainConfig, quick: bool = False) -> Candidate:
         """Forecast one candidate. `quick`: skip the trace if parameters and optimizer alone do not fit."""
         forecast, machine = None, self.machine
         try:
             job = resolve(strategy, train_config, self.spec, machine.ranks, machine.device)
-            if quick and job.device.kind == "cuda" and permanent_bytes(job) > job.device.free_bytes:
+            if quick and _too_large(job):
                 reason = "The parameters and the optimizer's states alone are too large."
             else:
                 forecast = forecast_job(job, machine, one_document=self.one_document)
@@ -247,6 +267,11 @@ class Search:
             tokens=self.tokens,
             price=self.price,
         )
+
+
+def _too_large(job: Job) -> bool:
+    """Return whether what stays on a GPU after the first step alone is too large for it."""
+    return job.device.kind == "cuda" and permanent_bytes(job) > job.device.free_bytes
 
 
 def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfig]:

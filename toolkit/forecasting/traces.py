@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
@@ -44,11 +47,43 @@ def trace_of(
     """
     configs = (config, *others)
     if batch > EXACT:
-        two, three = _trace_with_cache(spec, configs, (EXACT - 1, EXACT), seq_len)
+        two, three = _trace_with_cache(spec, configs, _traced(batch), seq_len)
         trace = two.scaled(three, batch - EXACT + 1)
         if trace is not None:
             return trace
     return _trace_with_cache(spec, configs, (batch,), seq_len)[0]
+
+
+def _traced(batch: int) -> tuple[int, ...]:
+    """Return the batches whose traces give that of a batch."""
+    return (batch,) if batch <= EXACT else (EXACT - 1, EXACT)
+
+
+FEW = 3
+"""Traces that take less time than a child process, which imports the libraries first."""
+
+
+def trace_ahead(spec: ModelSpec, configs: Iterable[TraceConfig], *, batches: Iterable[int], seq_len: int) -> None:
+    """Trace and cache what a plan will need, in a child process for each core.
+
+    A configuration that cannot be traced is left out: its first use raises the error.
+    """
+    needed = sorted({traced for batch in batches for traced in _traced(batch)})
+    missing = [
+        config
+        for config in dict.fromkeys(configs)
+        if any(_read_cached(_cache_path(spec, config, batch, seq_len)) is None for batch in needed)
+    ]
+    children = min(os.cpu_count() or 1, len(missing))
+    if len(missing) * len(needed) <= FEW:
+        return
+
+    def trace_some(some: Sequence[TraceConfig]) -> None:
+        with contextlib.suppress(Exception):
+            _keep_traces(spec, some, needed, seq_len, _trace_in_child(spec, some, needed, seq_len))
+
+    with ThreadPoolExecutor(children) as pool:
+        list(pool.map(trace_some, [missing[number::children] for number in range(children)]))
 
 
 def _trace_with_cache(
@@ -65,12 +100,23 @@ def _trace_with_cache(
         if configs[0].tp > 1:  # starting a child costs more than tracing the other batches of a plan, too
             missing = sorted({*missing, *range(1, EXACT + 1)})
         traced = _trace_batches(spec, configs, missing, seq_len)
-        for config, traces in zip(configs, traced, strict=True):
-            for batch, trace in zip(missing, traces, strict=False):  # none where it could not be traced
-                text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
-                keep(_cache_path(spec, config, batch, seq_len), text)
+        _keep_traces(spec, configs, missing, seq_len, traced)
         stored |= dict(zip(missing, traced[0], strict=True))
     return [stored[batch] for batch in batches]
+
+
+def _keep_traces(
+    spec: ModelSpec,
+    configs: Sequence[TraceConfig],
+    batches: Sequence[int],
+    seq_len: int,
+    traced: Sequence[Sequence[Trace]],
+) -> None:
+    """Cache each configuration's traces."""
+    for config, traces in zip(configs, traced, strict=True):
+        for batch, trace in zip(batches, traces, strict=False):  # none where it could not be traced
+            text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
+            keep(_cache_path(spec, config, batch, seq_len), text)
 
 
 def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
