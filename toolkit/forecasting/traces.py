@@ -59,12 +59,8 @@ def _traced(batch: int) -> tuple[int, ...]:
     return (batch,) if batch <= EXACT else (EXACT - 1, EXACT)
 
 
-FEW = 3
-"""Traces that take less time than a child process, which imports the libraries first."""
-
-
 def trace_ahead(spec: ModelSpec, configs: Iterable[TraceConfig], *, batches: Iterable[int], seq_len: int) -> None:
-    """Trace and cache what a plan will need, in a child process for each core.
+    """Trace and cache at once what a plan will trace in child processes, in one child for each core: most of their time is imports.
 
     A configuration that cannot be traced is left out: its first use raises the error.
     """
@@ -72,17 +68,16 @@ def trace_ahead(spec: ModelSpec, configs: Iterable[TraceConfig], *, batches: Ite
     missing = [
         config
         for config in dict.fromkeys(configs)
-        if any(_read_cached(_cache_path(spec, config, batch, seq_len)) is None for batch in needed)
+        if _needs_child(config)
+        and any(_read_cached(_cache_path(spec, config, batch, seq_len)) is None for batch in needed)
     ]
     children = min(os.cpu_count() or 1, len(missing))
-    if len(missing) * len(needed) <= FEW:
-        return
 
     def trace_some(some: Sequence[TraceConfig]) -> None:
         with contextlib.suppress(Exception):
             _keep_traces(spec, some, needed, seq_len, _trace_in_child(spec, some, needed, seq_len))
 
-    with ThreadPoolExecutor(children) as pool:
+    with ThreadPoolExecutor(max(1, children)) as pool:
         list(pool.map(trace_some, [missing[number::children] for number in range(children)]))
 
 
@@ -142,7 +137,7 @@ def _trace_batches(
 ) -> list[list[Trace]]:
     """Trace each batch under each configuration."""
     try:
-        if any(config.tp > 1 for config in configs) or (configs[0].adapter is not None and "peft" not in sys.modules):
+        if any(map(_needs_child, configs)):
             return _trace_in_child(spec, configs, batches, seq_len)
         from toolkit.forecasting.tracing import trace_all
 
@@ -156,10 +151,15 @@ def _trace_batches(
         ) from error
 
 
+def _needs_child(config: TraceConfig) -> bool:
+    """Return whether a trace runs in a child: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
+    return config.tp > 1 or (config.adapter is not None and "peft" not in sys.modules)
+
+
 def _trace_in_child(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
 ) -> list[list[Trace]]:
-    """Trace in a child process: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
+    """Trace in a child process."""
     request = pickle.dumps((spec, configs, batches, seq_len))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
     process = subprocess.run(command, input=request, capture_output=True, check=False)
