@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +86,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is WAIT:  # its fake kernel makes another tensor, the real one returns its argument
             return args[0]
         kwargs = kwargs or {}
+        if func is aten.add.Tensor and self._backward and _adds_in_place(*args[:2]):
+            func = aten.add_.Tensor
         output = func(*args, **kwargs)
         # Under autocast the head casts its weight before it makes logits.
         weight = func is aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
@@ -130,6 +133,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(("-", size, part or (layer if outside else "")))
 
         self._alive[key] = weakref.ref(storage, on_release)
+
+
+ENGINE_USES, ENGINE_STORAGE_USES = 4, 2
+"""References of a tensor and of its storage in `__torch_dispatch__`, where only autograd's buffer holds it beyond this call."""
+
+
+def _adds_in_place(buffered: torch.Tensor, gradient: Any) -> bool:
+    """Return whether autograd adds a second gradient into the first, which nothing else holds.
+
+    It does so with plain tensors alone (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), and never while a mode is
+    active, as here.
+    """
+    if torch.is_grad_enabled() or not isinstance(gradient, torch.Tensor):
+        return False
+    storage_uses = torch._C._storage_Use_Count(buffered.untyped_storage()._cdata)
+    uses = (buffered._use_count(), storage_uses)  # type: ignore[attr-defined]
+    return uses == (ENGINE_USES, ENGINE_STORAGE_USES) and is_non_overlapping_and_dense_or_false(buffered)
 
 
 @lru_cache
