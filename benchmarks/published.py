@@ -37,14 +37,14 @@ STEP = ("forward", "backward", "step")
 
 
 @contextmanager
-def casts_of_peft() -> Iterator[None]:
-    """Trace adapters as the published runs had them: with PEFT's casts, which the toolkit leaves out under autocast."""
+def keep_peft_casts() -> Iterator[None]:
+    """Trace adapters with PEFT's casts of inputs, which the published T4 runs had, and the toolkit leaves out under autocast."""
     import peft  # noqa: F401 - so that adapters are traced here, and not in a child process each
 
     with (
         tempfile.TemporaryDirectory() as cache,  # the usual one holds traces of the toolkit's own adapters
         patch.dict(os.environ, XDG_CACHE_HOME=cache),
-        patch.object(adapters, "keep_input_dtype", lambda: None),
+        patch.object(adapters, "keep_input_dtype", lambda _: None),
     ):
         yield
 
@@ -195,7 +195,7 @@ def article_table(rows: Sequence[dict[str, Any]]) -> Table:
 def main() -> None:
     """Forecast every one, print the table, write the results."""
     arguments = parse(parser(__doc__))
-    with casts_of_peft():
+    with keep_peft_casts():
         rows = [compared(run) for run in runs() if not arguments.smoke or run.what in SMOKE]
     lines, counts = figures(rows)
     said = list(dict.fromkeys(f"{row['source']}: {row['assumed']}." for row in rows))

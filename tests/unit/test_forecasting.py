@@ -26,8 +26,9 @@ from toolkit.core.units import GiB
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
+from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
-from toolkit.forecasting import fake_kernels, memory, traced_model, tracing
+from toolkit.forecasting import fake_kernels, memory, traced_model, traces, tracing
 from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.traces import split_segments, trace_of
@@ -497,7 +498,87 @@ def test_what_a_run_does_not_save_is_not_forecast() -> None:
     between_steps = saving(save=False, checkpoints=False)
     kept = forecast(spec, strategy, hardware("2x cpu"), train_config, save=False, checkpoints=False).parts
     assert between_steps == kept["parameters"] + kept["optimizer"]
-    assert between_steps < saving(checkpoints=False) < saving(save=False) == saving()
+    job = resolve(strategy, train_config, spec, 2, hardware("2x cpu").device)
+    assert saving(save=False) == between_steps + checkpoint_bytes(job) // 2 == saving()
+    assert between_steps < saving(checkpoints=False) < saving()
+
+
+def test_flags_of_a_forecast_say_what_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config("llama", 4, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    flags = ["--sharding", "fsdp", "--hardware", "2x cpu", "--micro-batch", "1", "--seq-len", "16", "--json", "-"]
+    phases = []
+    for more in ([], ["--no-save", "--no-checkpoints"]):
+        assert main(["forecast", str(tmp_path), *flags, *more]) == 0
+        phases.append(json.loads(capsys.readouterr().out)["device"]["phases"]["save"])
+    assert phases[1] < phases[0]
+
+
+class _Doubled(torch.autograd.Function):
+    """Adds in Python, and goes on to use what it added to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        part, other = gradient * 1, gradient * 1
+        return torch.add(part, other) * part
+
+
+USES: dict[str, Any] = {
+    "two products": lambda x: (x * 2).square().sum() + (x * 3).square().sum(),
+    "a residual": lambda x: (x + x.tanh()).square().sum(),
+    "a view": lambda x: (x + x.t().tanh()).square().sum(),
+    "expanded": lambda x: x.sum() + (x * 2).sum(),
+    "in Python": lambda x: _Doubled.apply(x).square().sum(),
+}
+"""Losses in which a value is used twice, or a gradient is added elsewhere."""
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_are_added_in_place_where_autograd_does(use: str) -> None:
+    """The additions of a traced backward that make a tensor, and those that do not, against a real one's."""
+    loss = USES[use](torch.ones(64, 64, requires_grad=True) * 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    expected = [event.name for event in profile.events() if event.name in ("aten::add", "aten::add_")]
+    tracked: list[str] = []
+
+    class Names(Tracker):
+        def _count(self, func: Any, *arguments: Any) -> None:
+            tracked.append(func._schema.name)
+            super()._count(func, *arguments)
+
+    with FakeTensorMode(), Names() as tracker:
+        loss = USES[use](torch.ones(64, 64, requires_grad=True) * 1)
+        tracked.clear()
+        tracker.mark("backward")
+        loss.backward()
+    assert [name for name in tracked if name in ("aten::add", "aten::add_")] == expected
+    assert expected
+
+
+def test_a_plan_traces_its_adapters_in_few_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One configuration that fails is left out, the others are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(traces, "_needs_child", lambda config: True)
+    shares: list[int] = []
+
+    def child(spec: Any, share: Sequence[TraceConfig], batches: Sequence[int], seq_len: int, strict: bool) -> Any:
+        shares.append(len(share))
+        return tracing.trace_all(spec, share, batches, seq_len, strict=strict)
+
+    monkeypatch.setattr(traces, "_trace_in_child", child)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    wrong = dataclasses.replace(FP32, attention="none such")
+    spec = describe(config("llama", 2))
+    traces.trace_ahead(spec, [wrong, FP32, AUTOCAST, FP32], batches=[1, 2], seq_len=16)
+    assert shares == [3]
+    monkeypatch.setattr(tracing, "trace_all", None)
+    assert all(trace_of(spec, known, batch=batch, seq_len=16) for known in (FP32, AUTOCAST) for batch in (1, 2))
+    traces.trace_ahead(spec, [FP32, AUTOCAST], batches=[1, 2], seq_len=16)
+    assert shares == [3]
 
 
 def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:

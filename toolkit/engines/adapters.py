@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.strategy import Strategy
@@ -133,25 +134,24 @@ def save_packed_weights() -> None:
     _functions.MatMul4Bit = MatMul4Bit
 
 
-def keep_input_dtype() -> None:
-    """Let LoRA take its input as it is under autocast, which casts it for the products in any case.
+def keep_input_dtype(peft_model: nn.Module) -> None:
+    """Let each LoRA module take its input as it is under autocast, which casts it for the products in any case.
 
-    PEFT casts the input of each adapted module to the adapter's fp32, and autocast casts it back (0.21, tuners/lora/layer.py):
-    the same bits, and by the forecast a tenth of an 8B's step. DoRA also takes norms in the input's dtype, so its cast stays.
+    PEFT casts the input of each adapted module to the adapter's fp32, and autocast casts it back (0.21, tuners/lora/layer.py). The
+    bits are the same. Over quantized modules PEFT leaves the cast out under CUDA's autocast only (tuners/lora/bnb.py). DoRA takes
+    norms in the input's dtype, so its cast stays.
     """
     import torch
     from peft.tuners.lora import LoraLayer
 
-    theirs: Any = LoraLayer._cast_input_dtype
-    if theirs.__module__ == __name__:
-        return
+    def cast_input(layer: Any, x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if x is None or x.is_meta or layer.lora_variant or not torch.is_autocast_enabled(x.device.type):
+            return cast("torch.Tensor | None", type(layer)._cast_input_dtype(layer, x, dtype))
+        return x
 
-    def _cast_input_dtype(layer: Any, x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        if x is not None and torch.is_autocast_enabled(x.device.type) and not layer.lora_variant:
-            return x
-        return cast("torch.Tensor | None", theirs(layer, x, dtype))
-
-    LoraLayer._cast_input_dtype = _cast_input_dtype
+    for module in peft_model.modules():
+        if isinstance(module, LoraLayer):
+            module._cast_input_dtype = MethodType(cast_input, module)
 
 
 def quantization(job: Job) -> BitsAndBytesConfig | None:
@@ -246,7 +246,6 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
     import_bitsandbytes()
     from peft import LoraConfig, TaskType, get_peft_model
 
-    keep_input_dtype()
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -266,6 +265,7 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
                 f"lora_targets: PEFT takes not all of {leaves}: {error} Choose --lora-targets among the others."
             ) from error
     _check_adapted(peft_model, targets)
+    keep_input_dtype(peft_model)
     return peft_model
 
 

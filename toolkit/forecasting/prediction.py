@@ -49,7 +49,8 @@ def forecast(
         train_config: batch and lengths.
         ranks: processes; by default `default_ranks`.
         one_document: every row holds one document and no padding, so attention needs no mask.
-        save, checkpoints: whether the run exports its result, and writes checkpoints. Each has a snapshot or copy of its own.
+        save, checkpoints: whether the run exports its result, and writes checkpoints. A checkpoint needs a snapshot, an export
+            copies on rank 0.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
         advice: whether to search for the smallest change that fits, if this does not fit.
 

@@ -190,22 +190,22 @@ class Search:
         ranked: list[Candidate] = []
         rejected: list[Candidate] = []
         smallest, *larger = _micro_batches(self.train_config, self.global_batch // self.data_ranks)
-        left = [*self._strategies()]
+        open_strategies = [*self._strategies()]
         for train_configs in ([smallest], larger):
-            self._trace_ahead(left, train_configs)
-            for strategy, train_config in itertools.product(tuple(left), train_configs):
-                if strategy in left:
+            self._trace_ahead(open_strategies, train_configs)
+            for strategy, train_config in itertools.product(tuple(open_strategies), train_configs):
+                if strategy in open_strategies:
                     candidate = self._candidate(strategy, train_config)
                     (rejected if candidate.reason else ranked).append(candidate)
                     if candidate.forecast is not None and candidate.reason:
-                        left.remove(strategy)  # a larger micro-batch needs more
+                        open_strategies.remove(strategy)  # a larger micro-batch needs more
         return sorted(ranked, key=rank_key), rejected
 
     def fastest_smallest(self) -> Candidate | None:
         """Return the fastest candidate that fits with the smallest micro-batch and activation checkpointing, if there is one."""
         train_config = next(_micro_batches(self.train_config, self.global_batch // self.data_ranks))
         strategies = [*self._strategies(("full",) if self.spec.checkpointed else ("none",))]
-        self._trace_ahead(strategies, [train_config])
+        self._trace_ahead(strategies, [train_config], quick=True)
         ranked = []
         for strategy in strategies:
             candidate = self._candidate(strategy, train_config, quick=True)
@@ -235,14 +235,16 @@ class Search:
                         dp_replicate=self.machine.nodes if sharding.hybrid else 1,
                     )
 
-    def _trace_ahead(self, strategies: Sequence[Strategy], train_configs: Sequence[TrainConfig]) -> None:
-        """Trace together what the candidates need, but those whose states alone do not fit."""
+    def _trace_ahead(
+        self, strategies: Sequence[Strategy], train_configs: Sequence[TrainConfig], quick: bool = False
+    ) -> None:
+        """Trace together what the candidates need; `quick` as in `_candidate`."""
         configs: list[TraceConfig] = []
         for strategy, train_config in itertools.product(strategies, train_configs):
             with contextlib.suppress(ToolkitError):
                 job = resolve(strategy, train_config, self.spec, self.machine.ranks, self.machine.device)
                 require_adapter(job.strategy)
-                if not _too_large(job):
+                if not (quick and _too_large(job)):
                     configs += trace_configs(job, masked=not self.one_document)
         batches = [train_config.micro_batch for train_config in train_configs]
         trace_ahead(self.spec, configs, batches=batches, seq_len=self.train_config.seq_len)

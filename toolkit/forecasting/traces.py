@@ -47,38 +47,38 @@ def trace_of(
     """
     configs = (config, *others)
     if batch > EXACT:
-        two, three = _trace_with_cache(spec, configs, _traced(batch), seq_len)
+        two, three = _trace_with_cache(spec, configs, batches_to_trace(batch), seq_len)
         trace = two.scaled(three, batch - EXACT + 1)
         if trace is not None:
             return trace
     return _trace_with_cache(spec, configs, (batch,), seq_len)[0]
 
 
-def _traced(batch: int) -> tuple[int, ...]:
-    """Return the batches whose traces give that of a batch."""
+def batches_to_trace(batch: int) -> tuple[int, ...]:
+    """Return the batches with the traces from which that of `batch` follows."""
     return (batch,) if batch <= EXACT else (EXACT - 1, EXACT)
 
 
 def trace_ahead(spec: ModelSpec, configs: Iterable[TraceConfig], *, batches: Iterable[int], seq_len: int) -> None:
-    """Trace and cache at once what a plan will trace in child processes, in one child for each core: most of their time is imports.
+    """Trace and cache the configurations that need a child process, with one child for each core.
 
     A configuration that cannot be traced is left out: its first use raises the error.
     """
-    needed = sorted({traced for batch in batches for traced in _traced(batch)})
+    needed = sorted({number for batch in batches for number in batches_to_trace(batch)})
     missing = [
         config
         for config in dict.fromkeys(configs)
         if _needs_child(config)
         and any(_read_cached(_cache_path(spec, config, batch, seq_len)) is None for batch in needed)
     ]
-    children = min(os.cpu_count() or 1, len(missing))
+    children = min(len(os.sched_getaffinity(0)), len(missing))
 
-    def trace_some(some: Sequence[TraceConfig]) -> None:
+    def trace_share(share: Sequence[TraceConfig]) -> None:
         with contextlib.suppress(Exception):
-            _keep_traces(spec, some, needed, seq_len, _trace_in_child(spec, some, needed, seq_len))
+            _keep_traces(spec, share, needed, seq_len, _trace_in_child(spec, share, needed, seq_len, strict=False))
 
     with ThreadPoolExecutor(max(1, children)) as pool:
-        list(pool.map(trace_some, [missing[number::children] for number in range(children)]))
+        list(pool.map(trace_share, [missing[number::children] for number in range(children)]))
 
 
 def _trace_with_cache(
@@ -157,12 +157,13 @@ def _needs_child(config: TraceConfig) -> bool:
 
 
 def _trace_in_child(
-    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
+    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int, *, strict: bool = True
 ) -> list[list[Trace]]:
-    """Trace in a child process."""
-    request = pickle.dumps((spec, configs, batches, seq_len))
+    """Trace in a child process, which sees no GPU; `strict`: as in `trace_all`."""
+    request = pickle.dumps((spec, configs, batches, seq_len, strict))
     command = [sys.executable, "-P", "-m", "toolkit.forecasting.tracing"]
-    process = subprocess.run(command, input=request, capture_output=True, check=False)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run(command, input=request, capture_output=True, check=False, env=environ)
     if process.returncode:
         kind, _, message = process.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")
         raise (StrategyError if kind.endswith(StrategyError.__name__) else RuntimeError)(message or kind)

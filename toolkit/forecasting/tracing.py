@@ -39,15 +39,16 @@ if TYPE_CHECKING:
 
 
 def trace_all(
-    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int
+    spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int, *, strict: bool = True
 ) -> list[list[Trace]]:
-    """Trace each batch under each configuration. Of all but the first, failed traces are left out."""
-    own, *others = configs
-    traces = [[trace(spec, own, batch=batch, seq_len=seq_len) for batch in batches]]
-    for config in others:
+    """Trace each batch under each configuration. Failed traces are left out, but those of the first if `strict`."""
+    traces: list[list[Trace]] = []
+    for config in configs:
         try:
             traces.append([trace(spec, config, batch=batch, seq_len=seq_len) for batch in batches])
         except Exception:  # a later request for this configuration raises the error
+            if strict and not traces:
+                raise
             traces.append([])
     return traces
 
@@ -217,9 +218,9 @@ def _first_trainable(values: Any) -> torch.Tensor | None:
 
 def main() -> None:
     """Trace in a child process, the only one that imports peft before a launch."""
-    spec, configs, batches, seq_len = pickle.load(sys.stdin.buffer)
+    spec, configs, batches, seq_len, strict = pickle.load(sys.stdin.buffer)
     with contextlib.redirect_stdout(sys.stderr):
-        traces = trace_all(spec, configs, batches, seq_len)
+        traces = trace_all(spec, configs, batches, seq_len, strict=strict)
     json.dump([[dataclasses.asdict(trace_) for trace_ in each] for each in traces], sys.stdout, separators=(",", ":"))
 
 

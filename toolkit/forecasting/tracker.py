@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.autograd import function, graph
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,14 +144,22 @@ ENGINE_USES, ENGINE_STORAGE_USES = 4, 2
 def _adds_in_place(buffered: torch.Tensor, gradient: Any) -> bool:
     """Return whether autograd adds a second gradient into the first, which nothing else holds.
 
-    It does so with plain tensors alone (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), and never while a mode is
-    active, as here.
+    It does so with plain tensors (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). A dispatch mode disables it, so
+    the tracker repeats the decision. An addition inside a C++ backward formula with the same references counts, too.
     """
-    if torch.is_grad_enabled() or not isinstance(gradient, torch.Tensor):
+    if torch.is_grad_enabled() or not isinstance(gradient, torch.Tensor) or not _in_engine():
         return False
     storage_uses = torch._C._storage_Use_Count(buffered.untyped_storage()._cdata)
     uses = (buffered._use_count(), storage_uses)  # type: ignore[attr-defined]
     return uses == (ENGINE_USES, ENGINE_STORAGE_USES) and is_non_overlapping_and_dense_or_false(buffered)
+
+
+def _in_engine() -> bool:
+    """Return whether autograd's engine called the operator, and not a backward in Python."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in (function.__file__, graph.__file__):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == graph.__file__
 
 
 @lru_cache

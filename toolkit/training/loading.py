@@ -197,13 +197,15 @@ class Reader:
     def _freeze(self, model: Any) -> None:
         """Freeze the parameters outside the text part, in the compute dtype. With an adapter all have it.
 
-        Under fp16 some classes keep weights in fp32 (T5's `wo`). Every engine computes them in fp16, so a frozen one is stored so.
+        Under fp16 some classes keep weights in fp32 (T5's `wo`). FSDP and DeepSpeed cast them, and autocast casts their
+        products, so frozen ones are stored in fp16. Those that stay in fp32 under bf16, too (routers), stay here.
         """
         freeze(model, self.spec)
         adapter = self.job.strategy.adapter != "none"
-        in_fp32 = set(model._keep_in_fp32_modules or ()) - set(model._keep_in_fp32_modules_strict or ())
+        in_fp32, always = model._keep_in_fp32_modules or (), model._keep_in_fp32_modules_strict or ()
         for name, parameter in model.named_parameters():
-            if _matches(in_fp32, name) if adapter else not self.spec.trains(name):
+            cast_back = matches_any(in_fp32, name) and not matches_any(always, name)
+            if cast_back if adapter else not self.spec.trains(name):
                 parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
 
     def _build_empty(self) -> Any:
@@ -251,11 +253,11 @@ def _widen(model: Any) -> None:
     """Cast to fp32 the parameters and buffers that transformers keeps so."""
     plan = model._get_dtype_plan(model.dtype)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items()):
-        if _matches(plan, name):
+        if matches_any(plan, name):
             tensor.data = tensor.data.float()
 
 
-def _matches(patterns: Iterable[str], name: str) -> bool:
+def matches_any(patterns: Iterable[str], name: str) -> bool:
     """Return whether a name contains one of transformers' patterns, in which `*` is any text."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
