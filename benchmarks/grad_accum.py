@@ -26,9 +26,10 @@ def main() -> None:
     """Train twice over the same batches, print the curves, write the results."""
     flags = parser(__doc__)
     flags.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    flags.add_argument("--accumulation", type=int, default=8, help="micro-batches of a step (default: %(default)s)")
     flags.add_argument("--work", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
-    arguments = parse(flags, steps=2)
-    train_config = tk.TrainConfig(micro_batch=1, accumulation=8, steps=arguments.steps)
+    arguments = parse(flags, steps=2, accumulation=2)
+    train_config = tk.TrainConfig(micro_batch=1, accumulation=arguments.accumulation, steps=arguments.steps)
     strategies = [tk.Strategy(sharding="zero2", precision="bf16", grad_accum_dtype=dtype) for dtype in DTYPES]
     run_config = RunConfig(save=False)
     found = compare(run_config, strategies, train_config, machine=tk.hardware(), root=arguments.work, processes=2)
@@ -39,7 +40,7 @@ def main() -> None:
     tail = arguments.steps // 10 or 1
     last = [sum(curve[-tail:]) / tail for curve in curves]
     table = Table(
-        title="Loss, the embedded 5M-parameter Llama, 8 micro-batches of 1 x 256 tokens on each of 2 ranks",
+        title=f"Loss, the embedded 5M-parameter Llama, {arguments.accumulation} micro-batches of 1 x 256 tokens on each of 2 ranks",
         columns=("step", *DTYPES, "difference"),
         rows=[(step, *(f"{curve[step - 1]:.4f}" for curve in curves), f"{apart[step - 1]:.1e}") for step in steps],
         notes=(

@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SETTINGS = {"fetchNews": "false", "checkForUpdates": False}
 """JupyterLab asks the network for news, and a person whether it may."""
 
-PATIENCE = 120_000
+PATIENCE = 300_000
 """Milliseconds: for what is a matter of a second on an idle machine, and of several while two ranks train."""
 
 STEP = r"/step (\d+)/.exec(node.textContent)"

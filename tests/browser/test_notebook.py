@@ -53,7 +53,7 @@ def run(desk: Desk) -> Iterator[Path]:
         tk.attach(folder).stop(60)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     page = desk.page
     notebook = Notebook(page, desk.url, desk.folder / "story.ipynb", CELLS)
@@ -116,7 +116,7 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     assert issues(page) == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_explorers_answer_and_stay(desk: Desk) -> None:
     page = desk.page
     others = "for kind in ('compare', 'timeline', 'precision'):\n    display(tk.explore(kind, hardware='8x A100-80GB'))"

@@ -16,12 +16,14 @@ import pytest
 
 from toolkit.config.strategy import SHARDINGS
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
 UNTESTED = sorted(set(SHARDINGS) - {"ddp", "zero3", "fsdp"})
 """Shardings that `test_compare.py` does not compare with their forecasts."""
-SEED = 6
-"""A draw of five families, with each adapter."""
+SEED, SEED_OF_8_BITS = 749, 39
+"""Draws with few products in bf16, which CPUs without AVX512-BF16 compute up to 70 times slower than in fp32.
+
+The first has five families, and each adapter and precision."""
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "forecast_accuracy.py"
 
 
@@ -32,13 +34,12 @@ WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "sav
 def measured(tmp_path: Path, name: str, *flags: str) -> list[dict[str, Any]]:
     """The rows of the results that the benchmark writes with these flags."""
     results = tmp_path / "results"
-    command = [sys.executable, str(BENCHMARK), "--seed", str(SEED), *flags]
-    command += ["--work", str(tmp_path), "--results", str(results)]
+    command = [sys.executable, str(BENCHMARK), *flags, "--work", str(tmp_path), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
         try:
-            code = made.wait(900)
+            code = made.wait()
         finally:  # its servers and their ranks end with it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(made.pid, signal.SIGKILL)
@@ -56,7 +57,9 @@ def check_phases(row: dict[str, Any]) -> None:
 
 
 def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "forecast_accuracy_qlora8", "--runs", "2", "--adapters", "qlora8")
+    rows = measured(
+        tmp_path, "forecast_accuracy_qlora8", "--runs", "2", "--adapters", "qlora8", "--seed", str(SEED_OF_8_BITS)
+    )
     assert len(rows) == 2
     assert max(abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows) <= 0.05
 
@@ -65,8 +68,8 @@ def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
     ("case", "kind"),
     [
         ("zero3-none-full-sdpa-bf16-Gemma4-PLE-wide-2-one-1", "_recent"),
-        ("zero3-lora-none-eager-bf16-DeepSeek-V3-deep-2-one-1", "_recent"),
-        ("hsdp-none-full-sdpa-bf16-GPT-NeoX-wide-4-one-2", ""),
+        ("zero3-lora-none-eager-fp32-DeepSeek-V3-deep-2-one-1", "_recent"),
+        ("hsdp-none-full-sdpa-fp32-GPT-NeoX-wide-4-one-2", ""),
     ],
 )
 def test_a_forecast_is_true_of_one_case(case: str, kind: str, tmp_path: Path) -> None:
@@ -77,10 +80,12 @@ def test_a_forecast_is_true_of_one_case(case: str, kind: str, tmp_path: Path) ->
 
 
 def test_forecasts_are_true(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "forecast_accuracy", "--runs", str(len(UNTESTED)), "--shardings", ",".join(UNTESTED))
+    flags = ["--runs", str(len(UNTESTED)), "--shardings", ",".join(UNTESTED), "--seed", str(SEED)]
+    rows = measured(tmp_path, "forecast_accuracy", *flags)
     assert sorted(row["strategy"]["sharding"] for row in rows) == UNTESTED
     assert len({row["family"] for row in rows}) == len(UNTESTED)
     assert {row["strategy"]["adapter"] for row in rows} == {"none", "lora", "qlora"}
+    assert {row["strategy"]["precision"] for row in rows} == {"fp32", "bf16", "bf16_pure"}
     errors = [abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows]
     assert statistics.median(errors) <= 0.015
     assert max(errors) <= 0.08

@@ -24,7 +24,7 @@ from toolkit.checkpoints import list_checkpoints
 from toolkit.core.atomic_io import read_events
 from toolkit.run_folder.heartbeat import read_beats
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
 TIMEOUT = 12
 """Seconds of silence after which these runs' ranks have hung."""
@@ -104,7 +104,7 @@ class Running:
         until(self.preflight, 400, self.name)
         family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         do(self)
-        self.out, self.err = self.process.communicate(timeout=150)
+        self.out, self.err = self.process.communicate(timeout=300)
         self.code = self.process.returncode
         _, self.left = psutil.wait_procs(family, timeout=2)
 
@@ -360,7 +360,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     first = toolkit(*command)
     until(lambda: any(beat.phase == "evaluate" for beat in read_beats(run / "logs").values()), alive=first)
     first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=150)
+    out, err = first.communicate(timeout=300)
     assert first.returncode == 143, err
     [cut] = map(int, re.findall(r"step (\d): evaluation left out because the run stops\n", out))
     lines = [(step, evaluated) for step in range(1, steps + 1) for evaluated in (False, True)]

@@ -19,7 +19,7 @@ from toolkit.core.units import dtype_name
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec, copy_code, copy_processor
 from toolkit.models.files import SAFETENSORS_DTYPES
-from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, without_engine
+from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, kept_in_fp32, without_engine
 
 if TYPE_CHECKING:
     import torch
@@ -70,12 +70,10 @@ def common_dtype(entries: Mapping[str, Entry]) -> str:
 def _saved_dtypes(model: PreTrainedModel, entries: Mapping[str, Entry], dtype: str | None) -> dict[str, torch.dtype]:
     """Return the dtype of each saved tensor: its own or the requested one, and fp32 where the model demands it."""
     import torch
-    from transformers.core_model_loading import build_glob_alternation
 
-    plan = list(model._get_dtype_plan(getattr(torch, dtype))) if dtype else []
-    keeps_fp32 = build_glob_alternation(plan)[0].search if plan else lambda name: None
+    in_fp32 = kept_in_fp32(model, getattr(torch, dtype or "float32"))
     return {
-        name: getattr(torch, dtype if dtype and entry.trained and not keeps_fp32(name) else entry.dtype)
+        name: getattr(torch, dtype if dtype and entry.trained and not in_fp32(name) else entry.dtype)
         for name, entry in entries.items()
         if name not in (model._keys_to_ignore_on_save or ())
     }

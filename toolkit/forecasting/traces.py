@@ -71,13 +71,15 @@ def trace_ahead(spec: ModelSpec, configs: Iterable[TraceConfig], *, batches: Ite
         if _needs_child(config)
         and any(_read_cached(_cache_path(spec, config, batch, seq_len)) is None for batch in needed)
     ]
+    if not missing:
+        return
     children = min(len(os.sched_getaffinity(0)), len(missing))
 
     def trace_share(share: Sequence[TraceConfig]) -> None:
         with contextlib.suppress(Exception):
             _keep_traces(spec, share, needed, seq_len, _trace_in_child(spec, share, needed, seq_len, strict=False))
 
-    with ThreadPoolExecutor(max(1, children)) as pool:
+    with ThreadPoolExecutor(children) as pool:
         list(pool.map(trace_share, [missing[number::children] for number in range(children)]))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from toolkit.models.resolution import check_tokenizer_code
 from toolkit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONG = 500_000_000
@@ -80,6 +81,15 @@ def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
     for name, parameter in model.named_parameters():
         if not spec.trains(name):
             parameter.requires_grad_(False)
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return the test of a name for the weights that transformers keeps in fp32 where the others have this dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = list(model._get_dtype_plan(dtype))
+    names = build_glob_alternation(plan)[0] if plan else None
+    return lambda name: names is not None and names.search(name) is not None
 
 
 def disk_tensors(model: PreTrainedModel, tensors: dict[str, Any]) -> dict[str, Any]:

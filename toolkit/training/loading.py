@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
@@ -27,7 +25,16 @@ from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import LONG, auto_class, check_tied, freeze, load_tokenizer, quiet_bars, without_engine
+from toolkit.models.hf_loading import (
+    LONG,
+    auto_class,
+    check_tied,
+    freeze,
+    kept_in_fp32,
+    load_tokenizer,
+    quiet_bars,
+    without_engine,
+)
 from toolkit.models.varlen import register_varlen
 from toolkit.training.streamed_weights import StreamedWeights
 
@@ -202,11 +209,11 @@ class Reader:
         """
         freeze(model, self.spec)
         adapter = self.job.strategy.adapter != "none"
-        in_fp32, always = model._keep_in_fp32_modules or (), model._keep_in_fp32_modules_strict or ()
+        dtype = _dtype(self.job.compute_dtype)
+        in_fp32, always = kept_in_fp32(model, dtype), kept_in_fp32(model, _dtype("bfloat16"))
         for name, parameter in model.named_parameters():
-            cast_back = matches_any(in_fp32, name) and not matches_any(always, name)
-            if cast_back if adapter else not self.spec.trains(name):
-                parameter.data = parameter.data.to(_dtype(self.job.compute_dtype))
+            if (in_fp32(name) and not always(name)) if adapter else not self.spec.trains(name):
+                parameter.data = parameter.data.to(dtype)
 
     def _build_empty(self) -> Any:
         """Build the model without its weights; each parameter has its shape and one element of memory.
@@ -251,15 +258,10 @@ def _dtype(name: str) -> torch.dtype:
 
 def _widen(model: Any) -> None:
     """Cast to fp32 the parameters and buffers that transformers keeps so."""
-    plan = model._get_dtype_plan(model.dtype)
+    in_fp32 = kept_in_fp32(model, model.dtype)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items()):
-        if matches_any(plan, name):
+        if in_fp32(name):
             tensor.data = tensor.data.float()
-
-
-def matches_any(patterns: Iterable[str], name: str) -> bool:
-    """Return whether a name contains one of transformers' patterns, in which `*` is any text."""
-    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
