@@ -24,9 +24,11 @@ from toolkit.engines.adapters import adapt
 from toolkit.engines.base import engine_of
 from toolkit.engines.deepspeed.simulation import _Buckets
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
+from toolkit.engines.fsdp.simulation import _groups
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import parameters_of
+from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
 from toolkit.training.preparation import audit
 from toolkit.training.setup import accelerator, agree
@@ -420,3 +422,20 @@ def test_fsdp_expects_the_moments_of_a_ranks_own_rows() -> None:
         expected = engine_of(job.strategy).expected_state(job, rank)
         assert expected.optimizer == 8 * elements
         assert expected.trainable == engine_of(job.strategy).expected_state(job, 0).trainable
+
+
+def test_fsdp_keeps_the_gradient_of_tied_weights_until_all_is_reduced() -> None:
+    """accelerate wraps the last norm before the embedding and the head (`fsdp2_prepare_model`), with or without a tie."""
+    for tied in (False, True):
+        shape = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        spec = describe(LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=tied))
+        job = resolve(
+            Strategy(sharding="fsdp", precision="fp32"),
+            TrainConfig(micro_batch=1, seq_len=2),
+            spec,
+            2,
+            hardware().device,
+        )
+        _, owner = _groups(job, traced(job, masked=False))
+        group = owner["model.norm.weight"]
+        assert group.names == ["model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]

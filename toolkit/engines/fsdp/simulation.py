@@ -162,7 +162,7 @@ class _Group:
     cast: int = 0
     """Elements in another dtype than the compute dtype."""
     names: list[str] = field(default_factory=list)
-    """The parameters, in the order of the modules."""
+    """The parameters, in the order in which FSDP2 reduces them."""
     gradients: dict[str, int] = field(default_factory=dict)
     """Bytes of whole gradients that wait to be reduced."""
     whole: bool = False
@@ -343,7 +343,8 @@ def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
             key = key.rpartition(".")[0]
         group = owner[parameter.name] = groups[key]
         elements = shard_elements(parameter, ranks) * ranks
-        group.names.append(parameter.name)
+        # accelerate wraps the last norm before tied weights.
+        group.names.insert(0 if module == norm else len(group.names), parameter.name)
         group.elements += elements
         group.trained += elements if parameter.trainable else 0
         group.cast += elements if parameter.dtype != job.compute_dtype else 0
