@@ -83,13 +83,14 @@ def prepare(source: Path, tokenizer: Any, spec: Any) -> str:
 def train(fingerprint: str, count: int) -> int:
     """What a rank does with rows: order, batches, evaluation."""
     from toolkit.config.train_config import TrainConfig
-    from toolkit.data import batches, eval_batches, find_rows
+    from toolkit.data import batches, eval_batches, find_rows, one_document
 
     rows = find_rows(fingerprint)
     assert rows is not None
     assert rows.count == count
-    _ = rows.one_document
-    loader = batches(rows, TrainConfig(micro_batch=4, steps=BATCHES), dp_rank=1, dp_size=2)
+    train_config = TrainConfig(micro_batch=4, steps=BATCHES)
+    one_document(rows, train_config, dp_size=2)
+    loader = batches(rows, train_config, dp_rank=1, dp_size=2)
     evaluation = eval_batches(rows, micro_batch=max(1, count // BATCHES), dp_rank=0, dp_size=1)
     return sum(batch["input_ids"].numel() for each in (loader, evaluation) for batch in each)
 

@@ -867,6 +867,16 @@ def taken(
     assert all(next(loader, None) is None for loader in loaders)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_only_rows_that_a_training_takes_need_a_mask(packing: bool, tokenizer: Any, tmp_path: Path) -> None:
+    """The last row of a long document is padded. Most trainings do not take it in their first steps."""
+    path = jsonl(tmp_path / "long.jsonl", {"text": "".join(f"value_{n} = {n}\n" for n in range(40))})
+    rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=32, packing=packing)
+    last = data.Order(rows=rows.count, seed=0).ids(0, rows.count).index(rows.count - 1)
+    for steps, expected in ((last // 2, True), (last // 2 + 1, False), (rows.count, False)):
+        assert data.one_document(rows, TrainConfig(micro_batch=1, steps=max(1, steps)), dp_size=2) is expected
+
+
 def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
     splits = [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
     steps = []

@@ -10,6 +10,7 @@ from toolkit.data.batching import batches as batches
 from toolkit.data.batching import check_batch as check_batch
 from toolkit.data.batching import eval_batches as eval_batches
 from toolkit.data.batching import hash_ids as hash_ids
+from toolkit.data.batching import one_document as one_document
 from toolkit.data.batching import sample_ids as sample_ids
 from toolkit.data.batching import spell_samples as spell_samples
 from toolkit.data.embedded import embedded_files as embedded_files

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, value_or
 from toolkit.core.units import ceil_div
-from toolkit.data.rows import Rows
+from toolkit.data.rows import Rows, column_names
 
 SHOWN_ROWS, SHOWN_TOKENS, LISTED_ROWS = 8, 12, 32
 """In a message on a step's samples: the rows with text, the tokens of each text, and the rows with a number."""
@@ -61,6 +61,17 @@ def sample_ids(rows: Rows, train_config: TrainConfig, *, dp_size: int, step: int
     """Return the row ids of the global batch of step `step` (from 0), in the order of training."""
     size = _global_batch(train_config, dp_size)
     return Order(rows=rows.count, seed=train_config.seed).ids(step * size, size)
+
+
+def one_document(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> bool:
+    """Return whether no row of the training holds a second document, or padding: then attention needs no mask."""
+    taken: Sequence[int] = range(rows.count)
+    count = train_config.steps * _global_batch(train_config, dp_size)
+    if count < rows.count:
+        taken = sorted(Order(rows=rows.count, seed=train_config.seed).ids(0, count))
+    column = rows.columns[column_names(rows.packed)[-1]]  # a document's first position is 0, padding is masked with it
+    # A block at a time: most data answer with the first one.
+    return not any((column[taken[at : at + 1024], 1:] == 0).any() for at in range(0, len(taken), 1024))
 
 
 def hash_ids(ids: Sequence[int]) -> str:

@@ -65,14 +65,6 @@ class Rows(Result):
         shape, names = (self.count, self.seq_len), column_names(self.packed)
         return {name: np.memmap(self.folder / f"{name}.bin", "<i4", "r", shape=shape) for name in names}
 
-    @cached_property
-    def one_document(self) -> bool:
-        """Whether no row holds a second document, or padding: then attention needs no mask."""
-        # A block at a time: most data answer with the first one.
-        return self.packed and not any(
-            (self.columns["position_ids"][at : at + 1024, 1:] == 0).any() for at in range(0, self.count, 1024)
-        )
-
     def batch(self, ids: Sequence[int], *, attention: str = "sdpa") -> dict[str, Any]:
         """Return the inputs of the model's forward, int64 [len(ids), seq_len]; a row with the id -1 is not trained.
 

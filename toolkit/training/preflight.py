@@ -19,6 +19,7 @@ from toolkit.data import (
     embedded_tokenizer,
     find_rows,
     ingest,
+    one_document,
     prepare_data,
     resolve_spec,
     sample_ids,
@@ -147,7 +148,9 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
         result = forecast_job(
             preflight.job,
             machine,
-            one_document=preflight.rows.one_document,
+            one_document=one_document(
+                preflight.rows, preflight.job.train_config, dp_size=preflight.job.parallelism.dp_size
+            ),
             save=run_config.save,
             checkpoints=run_config.checkpoints,
         )
