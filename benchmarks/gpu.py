@@ -4,13 +4,14 @@
     python benchmarks/gpu.py --dry-run                 # on a CPU: the same with tiny models, without the CUDA calls
     python benchmarks/gpu.py --smoke                   # the same as --dry-run, into a temporary folder
 
-It needs the toolkit, torch and transformers. DeepSpeed, PEFT and bitsandbytes add runs; what is missing is listed. Each run
-is a process of its own, and the results are written after each: a second call with the same --out goes on where the first stopped.
+It needs the toolkit, torch and transformers. DeepSpeed, PEFT and bitsandbytes add runs; what is missing is listed. All that
+touches the GPU runs in a process of its own, so that nothing else holds its memory. The results are written after each run: a
+second call with the same --out goes on where the first stopped.
 
 Operations of a step are those that it needs: all products of the forward and of the gradients of inputs, products of the
-gradients of trained weights alone, attention at half (causal), and no recomputation. MFU divides them by the time and the
-data sheet's peak. Every second timed run calibrates the time that the forecast gives (their median ratio). The errors are
-those of the others.
+gradients of trained weights alone, attention of each token to itself and to those before it in its document, and no
+recomputation. MFU divides them by the time and the data sheet's peak. Every second timed run calibrates the time that the
+forecast gives (their median ratio). The errors are those of the others.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from toolkit.config.flags import spell
 from toolkit.core.display import Table
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
+from toolkit.data.rows import find_rows
 from toolkit.models import ModelSpec
 
 STEPS, WARM = 8, 3
@@ -56,8 +60,8 @@ SHAPES = {
 }  # fmt: skip
 """Shapes of Qwen3-0.6B and Llama-3-8B; weights are drawn."""
 
-LIBRARIES = {"zero2": "deepspeed", "zero3": "deepspeed", "lora": "peft", "qlora": "bitsandbytes"}
-"""What a sharding or an adapter needs."""
+LIBRARIES = {"zero2": ("deepspeed",), "zero3": ("deepspeed",), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
+"""What a sharding or an adapter needs, besides what reads the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ class Cell:
     @property
     def missing(self) -> str | None:
         """A library that it needs and that is not installed."""
-        needed = (LIBRARIES[word] for word in self.strategy.values() if word in LIBRARIES)
+        needed = ("pyarrow", *(library for word in self.strategy.values() for library in LIBRARIES.get(word, ())))
         return next((library for library in needed if importlib.util.find_spec(library) is None), None)
 
 
@@ -110,11 +114,26 @@ def cells() -> list[Cell]:
 
 def dry_cells() -> list[Cell]:
     """Return runs of the tiny model that a CPU can do, enough for a calibration and an error."""
-    batches = ({"micro_batch": 2, "seq_len": 64}, {"micro_batch": 4, "seq_len": 64})
-    return [Cell(shape="tiny", documents="one", strategy={"precision": "fp32"}, train=batch) for batch in batches]
+    fp32, bf16 = {"precision": "fp32"}, {"precision": "bf16", "activation_checkpointing": "none"}
+    return [
+        Cell(shape="tiny", documents="one", strategy=fp32, train={"micro_batch": 2, "seq_len": 64}),
+        Cell(
+            shape="tiny", documents="several", strategy=bf16, train={"micro_batch": 4, "seq_len": 64, "accumulation": 2}
+        ),
+    ]
 
 
-def model_folder(work: Path, shape: str) -> Path:
+def apart(end: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process that ends with it, and with it its memory on the GPU.
+
+    Raises:
+        multiprocessing.TimeoutError: at `end`, a value of `time.monotonic()`.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply_async(function, arguments).get(max(0.0, end - time.monotonic()))
+
+
+def model_folder(work: Path, shape: str, end: float) -> Path:
     """Return the folder of a model of this shape; its weights are drawn on the GPU, or on the CPU in a dry run."""
     folder = work / "models" / shape
     if not (folder / "tokenizer.json").exists():
@@ -125,9 +144,11 @@ def model_folder(work: Path, shape: str) -> Path:
 
         shutil.rmtree(folder, ignore_errors=True)
         if shape == "tiny":
-            random_model(folder, AutoConfig.for_model("llama", vocab_size=4096, num_key_value_heads=2, **TINY))
+            apart(
+                end, random_model, folder, AutoConfig.for_model("llama", vocab_size=4096, num_key_value_heads=2, **TINY)
+            )
         else:
-            gpu_calls.draw_model(folder, AutoConfig.for_model(**SHAPES[shape]))
+            apart(end, gpu_calls.draw_model, folder, AutoConfig.for_model(**SHAPES[shape]))
             embedded_tokenizer(folder)
     return folder
 
@@ -146,12 +167,20 @@ def texts(work: Path, documents: str) -> Path:
     return path
 
 
-def needed_operations(spec: ModelSpec, tokens: int, adapter: int) -> int:
+def attended(data: Mapping[str, Any]) -> float:
+    """Return the pairs of a token and one that it attends to, in a row of a run's data."""
+    rows = find_rows(data["fingerprint"])
+    assert rows is not None, "the run has just read them"
+    return float((rows.columns["position_ids"] + 1).sum(dtype="int64")) / rows.count
+
+
+def needed_operations(spec: ModelSpec, tokens: int, pairs: float, adapter: int) -> float:
     """Return the floating-point operations that one row of a step needs (see the module's docstring).
 
     Args:
         spec: a decoder with attention in every layer.
-        tokens: of the row, one document.
+        tokens: of the row.
+        pairs: of tokens that attend to each other, from `attended`.
         adapter: elements of the adapter, which alone is trained; 0 without one.
     """
     matrices = sum(parameter.elements for parameter in spec.parameters if len(parameter.shape) == 2)
@@ -159,61 +188,79 @@ def needed_operations(spec: ModelSpec, tokens: int, adapter: int) -> int:
     products = matrices - looked_up + adapter
     linear = 2 * tokens * (2 * products + (adapter or products))  # forward, gradients of inputs, of trained weights
     width: int = spec.config["num_attention_heads"] * spec.config["head_dim"]
-    attention = 3 * 4 * tokens * tokens * width * spec.layers // 2  # 2 products of 2 operations, 3 times, half of them
-    return linear + attention
+    return linear + 3 * 4 * pairs * width * spec.layers  # 2 products of 2 operations, 3 times
 
 
-def run_cell(cell: Cell, work: Path, seconds: float) -> dict[str, Any]:
-    """Run a cell in a process of its own, at most `seconds` long; return its row."""
+PROGRAM = f"""
+from toolkit.core.process_lifecycle import die_with_parent
+die_with_parent({os.getpid()})
+from toolkit.cli import main
+raise SystemExit(main())
+"""
+"""`toolkit`, in a process that leaves the GPU when this one is killed."""
+
+
+def run_cell(cell: Cell, work: Path, end: float) -> dict[str, Any]:
+    """Run a cell in a process of its own until `end`, a value of `time.monotonic()`; return its row."""
     row: dict[str, Any] = {"name": cell.name, **dataclasses.asdict(cell)}
     if cell.missing:
         return {**row, "missing": cell.missing}
-    folder, out = model_folder(work, cell.shape), work / "runs" / cell.name
+    out = work / "runs" / cell.name
     shutil.rmtree(out, ignore_errors=True)
-    request = {**cell.strategy, **cell.train, "steps": STEPS, "model": folder, "data": texts(work, cell.documents)}
-    flags = spell({**request, "save_seconds": 0.0, "save": False, "run_dir": out, "processes": 1})
-    command = [sys.executable, "-m", "toolkit.cli", "train", *flags]
+    request = {**cell.strategy, **cell.train, "steps": STEPS, "data": texts(work, cell.documents)}
     began = time.monotonic()
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        folder = model_folder(work, cell.shape, end)
+        flags = spell({**request, "model": folder, "save_seconds": 0.0, "save": False, "run_dir": out, "processes": 1})
+        command = [sys.executable, "-c", PROGRAM, "train", *flags]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=end - time.monotonic())
+        row["wall_seconds"] = time.monotonic() - began
         if ended.returncode:
             row["failed"] = (ended.stderr + ended.stdout).replace(str(work), "").strip()[-600:]
-    except subprocess.TimeoutExpired:
-        return {**row, "stopped": True}
-    row["wall_seconds"] = time.monotonic() - began
-    if (out / "memory.json").exists():
-        row |= figures(cell, folder, out)
+        else:
+            row |= figures(cell, folder, out)
+    except (multiprocessing.TimeoutError, subprocess.TimeoutExpired):
+        row["stopped"] = True
+    except (RuntimeError, OSError, tk.ToolkitError) as error:  # the others may run
+        row["failed"] = str(error)
     shutil.rmtree(out, ignore_errors=True)
     return row
 
 
 def figures(cell: Cell, folder: Path, out: Path) -> dict[str, Any]:
-    """Return a finished run's memory and speed, measured and forecast."""
+    """Return a finished run's memory and speed, measured and forecast; without a forecast, the reason."""
     from toolkit.run_folder.run_json import open_finished_run
 
-    with open_finished_run(out) as (_, memory, steps):
+    with open_finished_run(out) as (record, memory, steps):
         rank, expected = memory["measured"]["per_rank"][0], memory["forecast"]
         seconds = statistics.median(step["seconds"] for step in steps[WARM:])
         spec = tk.describe(str(folder))
         adapter = lora_elements(spec) if "adapter" in cell.strategy else 0
         rows = cell.train["micro_batch"] * cell.train.get("accumulation", 1)
-        operations = rows * needed_operations(spec, cell.train["seq_len"], adapter)
+        operations = rows * needed_operations(spec, cell.train["seq_len"], attended(record["data"]), adapter)
         card = tk.hardware().device.card
         half = cell.strategy["precision"] != "fp32"
         peak = (card.tflops_half if half else card.tflops_fp32) * 1e12 if card else None
-        return {
+        result = {
+            "attention": record["strategy"]["attention"],
             "measured_phases": rank["phases"],
-            "forecast_phases": expected["device"]["phases"],
             "peak_bytes": rank["peak_bytes"],
             "reserved_bytes": rank["reserved_bytes"],
             "device_bytes": rank["device_bytes"],
             "step_seconds": seconds,
-            "forecast_seconds": expected["step_seconds"],
-            "forecast_operations": expected["operations"],
             "needed_operations": operations,
             "tokens_per_second": rows * cell.train["seq_len"] / seconds,
             "tflops": operations / seconds / 1e12,
             "mfu": operations / seconds / peak if peak else None,
+        }
+        if expected is None:
+            return {**result, "unforecast": memory["unforecast"]}
+        return {
+            **result,
+            "forecast_phases": expected["device"]["phases"],
+            "forecast_needed_bytes": expected["device"]["needed_bytes"],
+            "forecast_seconds": expected["step_seconds"],
+            "forecast_operations": expected["operations"],
         }
 
 
@@ -229,7 +276,7 @@ def time_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Where the catalog does not know the device, the forecast's time is its operations, and the factor seconds for one.
     """
-    timed = [row for row in rows if "step_seconds" in row]
+    timed = [row for row in rows if "forecast_operations" in row]
     known = all(row["forecast_seconds"] for row in timed)
     expected = {row["name"]: row["forecast_seconds"] if known else row["forecast_operations"] for row in timed}
     ratios = [row["step_seconds"] / expected[row["name"]] for row in timed]
@@ -245,14 +292,16 @@ def tables(rows: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> list
     done = [row for row in rows if "measured_phases" in row]
     memory = []
     for row in done:
-        pairs = [(row["forecast_phases"].get(phase), row["measured_phases"].get(phase)) for phase in PHASES[:-1]]
+        expected_phases = row.get("forecast_phases", {})
+        pairs = [(expected_phases.get(phase), row["measured_phases"].get(phase)) for phase in PHASES[:-1]]
+        pairs.append((row.get("forecast_needed_bytes"), row["device_bytes"]))
         ratios = [f"{expected / took:.2f}" if expected and took else "–" for expected, took in pairs]
         bytes_ = (row["peak_bytes"], row["reserved_bytes"], row["device_bytes"])
         memory.append((row["name"], *ratios, *(format_bytes(size) if size else "–" for size in bytes_)))
     speed = [
         (
             row["name"], f"{row['step_seconds']:.3f}",
-            f"{row['forecast_seconds']:.3f}" if row["forecast_seconds"] else "–",
+            f"{row['forecast_seconds']:.3f}" if row.get("forecast_seconds") else "–",
             f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}", f"{row['mfu']:.1%}" if row["mfu"] else "–",
         )
         for row in done
@@ -263,10 +312,10 @@ def tables(rows: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> list
         if errors
         else ""
     )
-    phases = [f"{phase} x" for phase in PHASES[:-1]]
+    phases = [f"{phase} x" for phase in (*PHASES[:-1], "device")]
     found = [
         Table(
-            title="Memory: forecast / measured of each phase, and the highest",
+            title="Memory: forecast / measured of each phase and of the whole device, and the highest",
             columns=("run", *phases, "allocated", "reserved", "device"),
             rows=memory,
         ),
@@ -278,12 +327,12 @@ def tables(rows: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> list
         ),
     ]
     without = [
-        (row["name"], row.get("missing") or row.get("failed", "stopped: no time left")[-200:])
+        (row["name"], row.get("missing") or row.get("unforecast") or row.get("failed", "stopped: no time left")[-200:])
         for row in rows
-        if "failed" in row or row not in done
+        if "unforecast" in row or row not in done
     ]
     if without:
-        found.append(Table(title="Without a result", columns=("run", "why"), rows=without))
+        found.append(Table(title="Without a result, or a forecast", columns=("run", "why"), rows=without))
     return found
 
 
@@ -311,21 +360,25 @@ def main() -> None:
     if not arguments.dry_run and machine.device.kind != "cuda":
         raise SystemExit("No GPU that torch can use was found. Try --dry-run, or run `toolkit doctor` for the reason.")
     name = "gpu-dry-run" if arguments.dry_run else f"gpu-{machine.device.key or machine.device.name.replace(' ', '-')}"
+    if not out.exists():
+        out.mkdir(parents=True)
+        (out / ".gitignore").write_text("*\n")  # as a new file it would make the commit another one in the next call
     work = out / "gpu-work"
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(exist_ok=True)
     before = stored(out / f"{name}.json")
     doctor = tk.diagnose()
     print(doctor)
-    facts = before.get("facts") or ({} if arguments.dry_run else gpu_calls.facts())
+    facts = before.get("facts") or ({} if arguments.dry_run else apart(end, gpu_calls.facts))
     print(json.dumps(facts, indent=2))
     rows: list[dict[str, Any]] = before.get("runs", [])
-    known = {row["name"] for row in rows}
     longest = max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)
     for cell in dry_cells() if arguments.dry_run else cells():
-        left = end - time.monotonic()
-        if cell.name in known or left < longest / 2:
+        if cell.name in {row["name"] for row in rows}:
             continue
-        rows.append(run_cell(cell, work, left))
+        if end - time.monotonic() < longest / 2:
+            print(f"no time left: {cell.name}")
+            continue
+        rows.append(run_cell(cell, work, end))
         longest = max(longest, rows[-1].get("wall_seconds", 0.0))
         timing = time_errors(rows)
         shown = "\n\n".join(table.text() for table in tables(rows, timing))

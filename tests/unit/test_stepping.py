@@ -16,7 +16,7 @@ from toolkit.engines.records import Prepared
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
 from toolkit.engines.states import optimizer_shards, set_steps
 from toolkit.engines.upstream import masks_known_from
-from toolkit.training.global_sums import StepRequest
+from toolkit.training.global_sums import Gather, HostCopy, StepRequest
 from toolkit.training.loop import Step, train
 from toolkit.training.metrics import STOP_EVERY, evaluate
 
@@ -183,6 +183,17 @@ def test_a_step_waits_for_no_value_on_the_device(run: dict[str, Any], words: dic
     )
     assert (masks[0] is None) == (words in CAUSAL)
     assert not found_inf
+
+
+@pytest.mark.gpu
+def test_the_numbers_of_a_step_come_while_the_device_computes_the_next() -> None:
+    import torch
+
+    gather = Gather({"loss": torch.ones((), device="cuda"), "tokens": 7}, 1, torch.device("cuda"))
+    norm = HostCopy(gather.column("loss").sum() / 2)
+    torch.cuda._sleep(2**32)  # clock cycles: seconds
+    assert (gather.rows, norm.read()) == ([{"loss": 1.0, "tokens": 7.0}], 0.5)
+    assert not torch.cuda.current_stream().query()
 
 
 def test_restored_states_lie_where_fused_kernels_want_them(run: dict[str, Any]) -> None:

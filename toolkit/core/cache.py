@@ -54,7 +54,7 @@ def cache_file(kind: str, key: bytes) -> Path:
     Raises:
         ToolkitError: where the cache cannot be made.
     """
-    versions = [_version(name) for name in ("accelerate-toolkit", "torch", "transformers", "accelerate")]
+    versions = [_version(name) for name in ("torch", "transformers", "accelerate")]
     versions.append(source_digest(Path(__file__).parents[1]))
     digest = hashlib.sha256(key + repr(versions).encode()).hexdigest()[:32]
     return cache_folder(kind) / f"{digest}.json"

@@ -72,7 +72,7 @@ def masks_known_from(batch: Mapping[str, torch.Tensor]) -> contextlib.AbstractCo
 
     positions = batch.get("position_ids")
     packed = positions is not None and bool((positions.diff(dim=-1) != 1).any())
-    replacements: dict[str, Any] = {"is_tracing": lambda tensor=None: True}
+    replacements: dict[str, Any] = {"is_tracing": lambda tensor=None: tensor is not None}
     if not packed:
         replacements["find_packed_sequence_indices"] = lambda position_ids: None
     return patched(masking_utils, **replacements)

@@ -29,7 +29,7 @@ from toolkit.forecasting.traced_model import (
     truncate_layers,
 )
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
+from toolkit.models.hf_loading import auto_class, enable_checkpointing, freeze, quiet_bars
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
         if config.checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         # The adapter comes second, so that PEFT lets embeddings require gradients under activation checkpointing.
         outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
         if mesh is not None:

@@ -26,6 +26,22 @@ class StepRequest(IntFlag):
     """Make this step the last one."""
 
 
+class HostCopy:
+    """A tensor's values on the host. On CUDA the copy is queued at once, so that reading waits for nothing that is queued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        import torch
+
+        self._values = tensor.to("cpu", non_blocking=True)  # pinned memory (TensorConversions.cpp `pin_out`)
+        self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def read(self) -> Any:
+        """Return the values as Python numbers. The host waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+
 class Gather:
     """An all-gather of one row of named numbers from each rank. It runs during the step's computation."""
 
@@ -43,18 +59,19 @@ class Gather:
 
     def column(self, name: str) -> torch.Tensor:
         """Return one number of every rank [ranks]. On CUDA the device waits for them, and the host does not."""
-        return self._finished()[:, self._names.index(name)]
+        return self._finished[0][:, self._names.index(name)]
 
     @functools.cached_property
     def rows(self) -> list[dict[Any, float]]:
-        """The row of every rank. The host waits for them."""
-        return [dict(zip(self._names, row, strict=True)) for row in self._finished().tolist()]
+        """The row of every rank. The host waits for them, but for no work that follows the first call of `column`."""
+        return [dict(zip(self._names, row, strict=True)) for row in self._finished[1].read()]
 
-    def _finished(self) -> torch.Tensor:
+    @functools.cached_property
+    def _finished(self) -> tuple[torch.Tensor, HostCopy]:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._rows
+        return self._rows, HostCopy(self._rows)
 
 
 class GlobalSums:

@@ -29,6 +29,7 @@ from toolkit.models.hf_loading import (
     LONG,
     auto_class,
     check_tied,
+    enable_checkpointing,
     freeze,
     kept_in_fp32,
     load_tokenizer,
@@ -334,7 +335,7 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     checkpointing = job.strategy.activation_checkpointing
     if checkpointing == "full":
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
     if spec.frozen:
         notes.append(f"frozen: {spec.frozen_line}, since only text is trained")

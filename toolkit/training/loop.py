@@ -18,7 +18,7 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StepResult
-from toolkit.training.global_sums import GlobalSums, StepRequest
+from toolkit.training.global_sums import GlobalSums, HostCopy, StepRequest
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +167,8 @@ class _RunningStep:
     sums: GlobalSums
     before: _StateBefore
     result: StepResult
+    norm: HostCopy
+    """`result.norm`."""
 
 
 class _Loop:
@@ -189,6 +191,8 @@ class _Loop:
 
     def run(self, number: int, micro_batches: Sequence[Batch], request: Callable[[], StepRequest]) -> _RunningStep:
         """Compute a step. Where its kernels can leave it out themselves, the host does not wait for its numbers."""
+        import torch
+
         began, lr = time.perf_counter(), self._schedule.get_last_lr()[0]
         before = _StateBefore(schedule=self._schedule.state_dict(), generators=read_generators())
         sums = GlobalSums(self._prepared, sum(map(trained_tokens, micro_batches)), request, self._seconds)
@@ -201,20 +205,21 @@ class _Loop:
                 self._check_loss(number, sums)
             result = self._engine.step(self._prepared)
         self._schedule.step()
-        return _RunningStep(number=number, lr=lr, began=began, sums=sums, before=before, result=result)
+        norm = HostCopy(torch.as_tensor(result.norm, dtype=torch.float64))
+        return _RunningStep(number=number, lr=lr, began=began, sums=sums, before=before, result=result, norm=norm)
 
     def finish(self, step: _RunningStep, requests: StepRequest) -> Step:
         """Read the numbers of a step and check them."""
         with self._restored_after_failure(step.before):
             self._check_loss(step.number, step.sums)
-            self._check_step(step.number, step.result)
+            self._check_step(step.number, step.result, step.norm.read())
         # A step that is read late began while the one before was computed.
         began, self._finished = max(step.began, self._finished), time.perf_counter()
         self._seconds, self._slowest = self._finished - began, step.sums.slowest()
         return Step(
             step=step.number,
             loss=step.sums.loss() / step.sums.tokens(),
-            grad_norm=float(step.result.norm),
+            grad_norm=step.norm.read(),
             lr=step.lr,
             tokens=step.sums.tokens(),
             seconds=self._seconds,
@@ -245,11 +250,10 @@ class _Loop:
         if not self._job.precision.scaled and not math.isfinite(loss):
             raise self._not_finite(step, f"the loss is {loss}")
 
-    def _check_step(self, step: int, result: StepResult) -> None:
+    def _check_step(self, step: int, result: StepResult, norm: float) -> None:
         """Check the norm; under fp16 count the steps that the scaler has skipped."""
         self._skips = self._skips + 1 if result.skipped else 0
         if not self._job.precision.scaled:
-            norm = float(result.norm)
             if result.skipped or not math.isfinite(norm):
                 raise self._not_finite(step, f"the gradient norm is {norm}, and the step was not taken")
         elif self._skips >= MAX_SKIPS or (result.skipped and result.scale <= 1):
