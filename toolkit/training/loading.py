@@ -229,7 +229,7 @@ class Reader:
         with without_engine(), init_empty_weights():
             model = auto_class(self.spec).from_config(config, **self._options)
         if (packing := quantization(self.job)) is not None:
-            quantizer = AutoHfQuantizer.from_config(packing)
+            quantizer = AutoHfQuantizer.from_config(packing, pre_quantized=False)
             quantizer.preprocess_model(model=model, dtype=self._options["dtype"], device_map=None)
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
