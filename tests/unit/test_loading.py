@@ -337,6 +337,14 @@ def test_streamed_weights_have_the_bits_of_a_whole_read(
         assert torch.equal(ours, theirs), name
 
 
+def test_trained_weights_have_one_dtype_where_their_class_keeps_fp32(tmp_path: Path) -> None:
+    """ERNIE keeps routers in fp32. Engines train one dtype; the bias that nothing trains stays."""
+    reads = reader(tiny.ernie(tmp_path / "model"), precision="bf16_pure", adapter="none")
+    for model in (reads.read(), reads.defer()):
+        kinds = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+        assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
+
+
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_frozen_weights_are_in_fp16_where_their_class_keeps_fp32(tmp_path: Path, adapter: str) -> None:
     """T5 keeps `wo` in fp32, which every engine would cast: the audit expects the compute dtype."""
