@@ -26,6 +26,7 @@ from toolkit.core.units import GiB
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import resolve
+from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
 from toolkit.forecasting import fake_kernels, memory, traced_model, traces, tracing
@@ -487,6 +488,28 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     assert one.phases == other.phases
 
 
+def test_gradients_larger_than_zero2s_bucket_stay_until_the_backward_ends() -> None:
+    """Of a rank's own partition: DeepSpeed adds them to the fp32 sum, and does not clear them."""
+    spec = describe(config("llama", 4))
+    strategy = Strategy(sharding="zero2", precision="bf16", bucket_elements=1)
+    job = resolve(strategy, TrainConfig(micro_batch=1, seq_len=16), spec, 2, hardware("2x cpu").device)
+    trace = memory.traced(job, masked=False)
+    ledger = memory.replay(job, trace, memory.whole_step(job, trace), save=False, checkpoints=False, kind=LedgerHistory)
+    assert ledger.highest["backward"]["gradients"] == pytest.approx((4 + 2) * spec.elements / 2, rel=0.1)
+
+
+def test_layers_whose_types_follow_from_periods_are_traced() -> None:
+    """Jamba's config computes `layer_types`, which a model of fewer layers needs, too."""
+    values = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    periods = {"attn_layer_period": 4, "attn_layer_offset": 3, "expert_layer_period": 8, "expert_layer_offset": 7}
+    state = {"num_key_value_heads": 2, "mamba_dt_rank": 4, "mamba_d_state": 4, "num_experts": 2}
+    jamba = transformers.JambaConfig(**values, **periods, **state, num_hidden_layers=8, pad_token_id=0)
+    job = resolve(Strategy(), TrainConfig(micro_batch=1, seq_len=16), describe(jamba), 1, hardware("1x cpu").device)
+    (stack,) = memory.traced(job, masked=False).stacks
+    assert stack.kinds == (0, 0, 0, 1, 0, 0, 0, 2)
+    assert stack.indices == (0, 1, 3, 6, 7)
+
+
 def test_what_a_run_does_not_save_is_not_forecast() -> None:
     """A checkpoint's snapshot, and the export's tensors on rank 0, count only in runs that write them."""
     strategy, train_config = Strategy(sharding="fsdp", precision="bf16"), TrainConfig(micro_batch=1, seq_len=16)
@@ -497,7 +520,7 @@ def test_what_a_run_does_not_save_is_not_forecast() -> None:
 
     between_steps = saving(save=False, checkpoints=False)
     kept = forecast(spec, strategy, hardware("2x cpu"), train_config, save=False, checkpoints=False).parts
-    assert between_steps == kept["parameters"] + kept["optimizer"]
+    assert between_steps == kept["parameters"] + kept["optimizer"] + spec.buffer_bytes
     job = resolve(strategy, train_config, spec, 2, hardware("2x cpu").device)
     assert saving(save=False) == between_steps + checkpoint_bytes(job) // 2 == saving()
     assert between_steps < saving(checkpoints=False) < saving()

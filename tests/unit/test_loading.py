@@ -27,6 +27,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
+from toolkit.engines import fsdp
 from toolkit.engines.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
 from toolkit.engines.fused_experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job, resolve
@@ -336,6 +337,14 @@ def test_streamed_weights_have_the_bits_of_a_whole_read(
         assert torch.equal(ours, theirs), name
 
 
+def test_trained_weights_have_one_dtype_where_their_class_keeps_fp32(tmp_path: Path) -> None:
+    """ERNIE keeps routers in fp32. Engines train one dtype; the bias that nothing trains stays."""
+    reads = reader(tiny.ernie(tmp_path / "model"), precision="bf16_pure", adapter="none")
+    for model in (reads.read(), reads.defer()):
+        kinds = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+        assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
+
+
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_frozen_weights_are_in_fp16_where_their_class_keeps_fp32(tmp_path: Path, adapter: str) -> None:
     """T5 keeps `wo` in fp32, which every engine would cast: the audit expects the compute dtype."""
@@ -345,6 +354,39 @@ def test_frozen_weights_are_in_fp16_where_their_class_keeps_fp32(tmp_path: Path,
     reads = Reader(job, reader(path, adapter=adapter).accelerator)
     for model in (reads.read(), reads.defer()):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
+def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None:
+    """FSDP copies a shard with fewer rows into a padded one: at the end, all of them would be there twice."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Weights:
+        def __contains__(self, name: str) -> bool:
+            return True
+
+        def read(self, name: str, module: Any) -> torch.Tensor:
+            missing.append(sum(parameter.is_meta for parameter in model.parameters()))
+            return torch.arange(10.0).view(5, 2)
+
+        def close(self) -> None:
+            pass
+
+    missing: list[int] = []
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
+    try:
+        with torch.device("meta"):
+            model: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 5, bias=False) for _ in range(3)))
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (3,)))
+        model.streamed_weights = Weights()
+        fsdp._fill(model, {}, on_host=False)
+    finally:
+        dist.destroy_process_group()
+    assert missing == [3, 2, 1]
+    for parameter in model.parameters():
+        assert torch.equal(parameter.to_local(), torch.tensor([[8.0, 9.0]]))
+        assert parameter.to_local().untyped_storage().nbytes() == 2 * 2 * 4
 
 
 def test_a_rank_without_the_files_receives_a_scalar(tmp_path: Path) -> None:

@@ -345,6 +345,42 @@ def test_layers_that_attend_to_images_alone_are_frozen() -> None:
     assert not any(".layers.1." in name for name in adapted(spec, "all-linear"))
 
 
+def test_routers_of_a_class_of_their_own_are_no_linear_modules() -> None:
+    """Llama 4's and PhiMoE's return a tuple, to which no adapter can add, and bitsandbytes leaves them as they are."""
+    llama4 = transformers.Llama4TextConfig(**SMALL, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
+    for config in (llama4, transformers.PhimoeConfig(**SMALL, num_local_experts=2)):
+        spec = describe(config)
+        assert sum(parameter.role == "router" for parameter in spec.parameters) >= 1
+        assert spec.linears
+        assert not any("router" in name for name in spec.linears)
+    assert any("gate" in name for name in describe(transformers.Qwen2MoeConfig(**MOE)).linears)
+
+
+def test_linear_modules_of_a_class_of_their_own_are_adapted_and_not_quantized() -> None:
+    falcon = {name: value for name, value in SMALL.items() if name not in ("intermediate_size", "num_key_value_heads")}
+    spec = describe(transformers.FalconConfig(**falcon))
+    assert len(spec.linears) == 8
+    assert spec.unquantized == spec.linears
+
+
+def test_parameters_that_the_class_does_not_train() -> None:
+    """ERNIE's bias of the router gets no gradient, for which DDP would wait."""
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    spec = describe(transformers.Ernie4_5_MoeConfig(**SMALL, **experts))
+    assert spec.fixed == ("model.layers.1.mlp.gate.moe_statics.e_score_correction_bias",)
+    assert not spec.trains(spec.fixed[0])
+    assert spec.trains("model.layers.1.mlp.gate.weight")
+
+
+def test_buffers_are_counted() -> None:
+    """GPT-Neo has a mask of all positions in each layer."""
+    config = transformers.GPTNeoConfig(
+        vocab_size=96, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    assert describe(config).buffer_bytes == pytest.approx(2 * 512**2, rel=0.01)
+
+
 def test_a_text_model_alone_is_read_as_one() -> None:
     """A Llama 4 that was saved without its vision tower."""
     both = transformers.Llama4Config(text_config={**SMALL, "num_local_experts": 2}, vision_config=VISION)

@@ -166,6 +166,8 @@ class Engine(OptimizerStep):
 
     def simulate_step(self, simulation: Simulation) -> None:
         """Enter every allocation and release of a rank: load, prepare, one step of all micro-batches."""
+        assert simulation.job.spec is not None
+        simulation.ledger.hold("buffers", simulation.job.spec.buffer_bytes)
         self.simulate_load(simulation)
         self.simulate_training(simulation)
 

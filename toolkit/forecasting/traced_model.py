@@ -44,7 +44,12 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
         layers = list(stack.children())
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
         if types and len(set(types)) > 1:  # models look their layers' types up by number
-            text.layer_types = [types[index] for index in kept_layers]
+            attribute = text.attribute_map.get("layer_types", "layer_types")
+            kept_types = {attribute: [types[index] for index in kept_layers]}
+            if isinstance(getattr(type(text), attribute, None), property):  # Jamba's follow from periods
+                text.__class__ = type(type(text).__name__, (type(text),), kept_types)
+            else:
+                vars(text).update(kept_types)
         stacks.append(LayerStack(name=name, kinds=kinds, indices=kept_layers))
     return tuple(stacks)
 

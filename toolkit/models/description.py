@@ -75,7 +75,7 @@ def describe(
         name, source, config = type(model).__name__, None, model
         if isinstance(model, nn.Module):
             _check_language_model(name, model)
-            return _spec(model, model.config, name=name, source=None)
+            return dataclasses.replace(_spec(model, model.config, name=name, source=None), fixed=())  # by its user
     values = config.to_dict()
     own = values.get("auto_map") if trust_remote_code else None
     if not own:
@@ -140,7 +140,7 @@ def _spec(
     depth, heads = figures.get("num_hidden_layers"), figures.get("num_attention_heads")
     stacked = sum(type(layer).__name__ in blocks for _, stack in module_lists(module) for layer in stack.children())
     embedding: Any = module.get_input_embeddings()
-    linears = _linears(module)
+    linears = _linears(module, routed)
     groups: dict[int, list[str]] = {}
     for parameter_name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(parameter_name)
@@ -166,6 +166,8 @@ def _spec(
         unadapted=unadapted_names(linears, str(figures.get("model_type"))) if moe else (),
         unquantized=_unquantized(module, linears),
         frozen=frozen,
+        fixed=tuple(name for name, parameter in module.named_parameters() if not parameter.requires_grad),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         copied=_copied(module) if moe else 0,
         tp_plan=dict(getattr(module, "tp_plan", None) or {}),
         trusted=trusted,
@@ -217,23 +219,33 @@ def _layer_classes(stacks: Iterable[nn.Module]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(type(layer).__name__ for stack in stacks for layer in stack.children()))
 
 
-def _linears(module: PreTrainedModel) -> tuple[str, ...]:
-    """Return all linear modules but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py)."""
+def _linears(module: PreTrainedModel, routed: list[Routed]) -> tuple[str, ...]:
+    """Return all linear modules but the output embedding, as PEFT's `_maybe_include_all_linear_layers` (tuners/tuners_utils.py).
+
+    Without routers that have a class of their own (Llama 4): they return more than a product, which no adapter can add to.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    head = module.get_output_embeddings()
+    head, routers = module.get_output_embeddings(), {name for layer in routed for name in layer.routers}
     linears = [(name, child) for name, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D)]
-    return tuple(name for name, child in linears if child is not head)
+    own = {name for name, child in linears if child is head or (name in routers and type(child) is not nn.Linear)}
+    return tuple(name for name, _ in linears if name not in own)
 
 
 def _unquantized(module: PreTrainedModel, linears: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modules that the quantizer skips, since the class keeps them in fp32 (quantizers/quantizer_bnb_4bit.py)."""
+    """Return the modules that the quantizer skips: the class keeps them in fp32, or they have a class of their own (Falcon's).
+
+    Source: quantizers/quantizer_bnb_4bit.py, integrations/bitsandbytes.py `replace_with_bnb_linear`.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     skipped = HfQuantizer.get_modules_to_not_convert(module, None, module._keep_in_fp32_modules)
-    return tuple(name for name in linears if not should_convert_module(name, skipped))
+    plain = {name for name, child in module.named_modules() if type(child) is nn.Linear or isinstance(child, Conv1D)}
+    return tuple(name for name in linears if name not in plain or not should_convert_module(name, skipped))
 
 
 def _attentions(module: PreTrainedModel) -> tuple[str, ...]:

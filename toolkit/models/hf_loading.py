@@ -77,7 +77,7 @@ def check_tied(spec: ModelSpec) -> None:
 
 
 def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Freeze the parameters outside of the text part, which get no gradients without images."""
+    """Freeze the parameters that get no gradients: outside of the text part, and those that the class does not train."""
     for name, parameter in model.named_parameters():
         if not spec.trains(name):
             parameter.requires_grad_(False)

@@ -92,10 +92,14 @@ class ModelSpec(Result):
     """Modules of `linears` that `all-linear` leaves out: PEFT mistakes them for a mixture's fused experts."""
     unquantized: tuple[str, ...] = field(default=(), repr=False)
     """Modules of `linears` that transformers does not quantize (T5's `wo`)."""
+    buffer_bytes: int = 0
+    """Bytes of buffers, which every rank holds whole (GPT-Neo's masks)."""
     copied: int = 0
     """Elements that are copied while the model is written, to another form on the disk (one expert a tensor)."""
     frozen: tuple[str, ...] = ()
     """Modules and parameters outside of the text part (vision tower, projector). They are never trained."""
+    fixed: tuple[str, ...] = ()
+    """Parameters of the text part that the class itself does not train (ERNIE 4.5's bias of the router)."""
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     """transformers' tensor-parallel plan: module name, with `*` for a layer's number → style. Empty without a plan."""
     trusted: str | None = None
@@ -118,7 +122,7 @@ class ModelSpec(Result):
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter or module is trained: all of the model, or the text part."""
-        return not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
+        return name not in self.fixed and not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
 
     @property
     def frozen_line(self) -> str:

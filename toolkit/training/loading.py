@@ -203,17 +203,20 @@ class Reader:
         model._weight_conversions = conversions
 
     def _freeze(self, model: Any) -> None:
-        """Freeze the parameters outside the text part, in the compute dtype. With an adapter all have it.
+        """Freeze the parameters that are not trained, in the compute dtype. With an adapter all have it.
 
         Under fp16 some classes keep weights in fp32 (T5's `wo`). FSDP and DeepSpeed cast them, and autocast casts their
-        products, so frozen ones are stored in fp16. Those that stay in fp32 under bf16, too (routers), stay here.
+        products, so frozen ones are stored in fp16. Those that stay in fp32 under bf16, too (routers), stay here unless they
+        are trained: engines train one dtype.
         """
         freeze(model, self.spec)
         adapter = self.job.strategy.adapter != "none"
         dtype = _dtype(self.job.compute_dtype)
         in_fp32, always = kept_in_fp32(model, dtype), kept_in_fp32(model, _dtype("bfloat16"))
         for name, parameter in model.named_parameters():
-            if (in_fp32(name) and not always(name)) if adapter else not self.spec.trains(name):
+            if not adapter and self.spec.trains(name):
+                parameter.data = parameter.data.to(self._options["dtype"])
+            elif not always(name) and (in_fp32(name) or not adapter):
                 parameter.data = parameter.data.to(dtype)
 
     def _build_empty(self) -> Any:
@@ -230,7 +233,7 @@ class Reader:
         with without_engine(), init_empty_weights():
             model = auto_class(self.spec).from_config(config, **self._options)
         if (packing := quantization(self.job)) is not None:
-            quantizer = AutoHfQuantizer.from_config(packing)
+            quantizer = AutoHfQuantizer.from_config(packing, pre_quantized=False)
             quantizer.preprocess_model(model=model, dtype=self._options["dtype"], device_map=None)
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)

@@ -68,8 +68,6 @@ class ZeroForecast(Engine):
         if stage == 3:
             return (0,)
         first = ranks - 1 if stage == 2 else 0
-        if _adds_on_device(job):  # then all are equally large
-            return (first,)
         elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         return tuple(dict.fromkeys((first, _fullest_rank(_partition(elements, ranks)[1], elements, ranks))))
 
@@ -224,7 +222,7 @@ class _Buckets:
             self._flush()
             self._hold_buckets(0)
             self._add_partition()
-            if self._staged == self._size and self._begun == self._micro_batches:
+            if self._early or (self._staged == self._size and self._begun == self._micro_batches):
                 self._drop()  # else whole sums stay for the norm
 
     def _hold_buckets(self, count: int) -> None:
@@ -259,7 +257,9 @@ class _Buckets:
                 self._ledger.touch("gradients", self._ranges[name][self._own] * BYTES_OF["float64"])
             elif mine:
                 self._hold_partition()
-            if self._elements[name] > self._room and (mine or self._early):
+            # With an fp32 sum those of this rank's partition stay to the end, but for offloaded ones (`copy_grads_in_partition`).
+            stays = mine and self._fp32 and self._early and not (self._offload and self._begun == self._micro_batches)
+            if self._elements[name] > self._room and (mine or self._early) and not stays:
                 self._ledger.hold("gradients", -self._elements[name] * self._staged)
         self._bucket, self._filled = [], 0
 

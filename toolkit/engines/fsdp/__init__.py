@@ -328,12 +328,13 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    weights, shards = model.streamed_weights, {}
+    weights = model.streamed_weights
     parameter: Any
-    for name, parameter in model.named_parameters():
+    for name, parameter in [*model.named_parameters()]:
         if not parameter.is_meta:
             continue
-        module = model.get_submodule(name.rpartition(".")[0])
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
         whole = weights.read(name, module) if name in weights else own[name]
         mesh, placements = parameter.device_mesh, parameter.placements
         sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
@@ -343,7 +344,7 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
         shard: Any = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        shards[name] = shard.to("cpu") if on_host else shard
         del whole, local
-    model.load_state_dict(shards, strict=False, assign=True)
+        # The last ranks' shards are copied to pad them (`reset_sharded_param`), so each is assigned before the next is read.
+        module.load_state_dict({leaf: shard.to("cpu") if on_host else shard}, strict=False, assign=True)
     weights.close()
