@@ -49,6 +49,12 @@ def gpt_oss(folder: Path) -> Path:
     return _save("GptOssForCausalLM", folder, **TEXT, num_local_experts=4, num_experts_per_tok=2)
 
 
+def llama4(folder: Path) -> Path:
+    """A router that is a subclass of `Linear`; transformers has other experts for its quantized files."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+    return _save("Llama4ForCausalLM", folder, **TEXT, **experts)
+
+
 def ernie(folder: Path) -> Path:
     """A router that stays in fp32."""
     experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1}

@@ -382,7 +382,7 @@ def test_a_panel_begins_where_its_run_was(run: Path) -> None:
 
 def test_other_sequence_lengths_are_traced_ahead(spec: ModelSpec) -> None:
     panel = made("memory", spec)
-    assert start_prefetch("memory", panel.state).wait(timeout=120) == 0
+    assert start_prefetch("memory", panel.state).wait(timeout=600) == 0
     traces = cache_folder("traces")
     cached = sorted(traces.iterdir())
     for length in lengths_ahead("memory", panel.state):

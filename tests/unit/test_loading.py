@@ -304,7 +304,7 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
         assert (state.shape, state.dtype, state.blocksize) == (other.shape, other.dtype, other.blocksize)
 
 
-EXPERTS = {"gpt_oss": 4, "deepseek": 2, "mixtral": 4, "ernie": 2}
+EXPERTS = {"gpt_oss": 4, "deepseek": 2, "mixtral": 4, "ernie": 2, "llama4": 4}
 """Weights of fused experts that are packed."""
 
 
