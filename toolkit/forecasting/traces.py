@@ -118,7 +118,7 @@ def _keep_traces(
 
 def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
     libraries = ("peft", "bitsandbytes") if config.adapter else ()  # only quantized weights need the second
-    adapting = [found.version for name in libraries for found in metadata.distributions(name=name)]
+    adapting = [package.version for name in libraries for package in metadata.distributions(name=name)]
     made_from = [spec.architecture, spec.config, dataclasses.asdict(config), batch, seq_len, adapting]
     return cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
 
