@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
-from toolkit.core.units import ceil_div
+from toolkit.core.units import MiB, ceil_div
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
@@ -186,14 +186,18 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         operations=operations(job, step),
         communication_bytes=communication(job),
         timing=step_time(job, machine, step),
-        unknown=_uncertainties(job),
+        unknown=(*_uncertainties(job), *machine.notes),
     )
+
+
+PROCESS = 300 * MiB
+"""A CPU rank's own memory: Python with torch, transformers and DeepSpeed imported has 287 MiB that no other process shares."""
 
 
 def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
-    return machine.host_free_bytes // ceil_div(job.ranks, machine.nodes)
+    return max(0, machine.host_free_bytes // ceil_div(job.ranks, machine.nodes) - PROCESS)
 
 
 def _uncertainties(job: Job) -> tuple[str, ...]:
