@@ -618,6 +618,25 @@ def test_a_global_batch_is_shared_evenly_or_refused() -> None:
         plan(describe(config("llama", 2)), "8x T4", global_batch=12)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"global_batch": "4"}, "global_batch '4': expected int"),
+        ({"strategy": "zero3"}, "strategy 'zero3': expected Strategy"),
+        ({"train_config": {}}, "train_config {}: expected TrainConfig"),
+        ({"seq_len": 0}, "seq_len 0: expected int of at least 2"),
+        ({"tokens": "2e9"}, "tokens '2e9': expected a number above 0"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(words: dict[str, Any], said: str) -> None:
+    spec = describe(config("llama", 2))
+    with pytest.raises(ToolkitError, match=re.escape(said)):
+        plan(spec, "2x T4", **{"global_batch": 4, **words})
+    if "strategy" in words:
+        with pytest.raises(StrategyError, match=re.escape(said)):
+            forecast(spec, words["strategy"], "2x T4")
+
+
 def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "accelerate.yaml"
     words = ["plan", "--hardware", "2x H100", "--global-batch", "4", "--seq-len", "64", "--write", str(file)]

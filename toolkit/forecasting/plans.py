@@ -20,6 +20,7 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
+from toolkit.forecasting.prediction import check_type
 from toolkit.forecasting.reasons import EQUAL, why_faster
 from toolkit.forecasting.search import FIELDS, OFFLOADED, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
@@ -258,12 +259,14 @@ def plan(
         ModelError: for a model that a run would refuse.
         ToolkitError: for an unknown model or machine.
     """
+    check_type("strategy", strategy, Strategy)
+    check_type("train_config", train_config, TrainConfig)
     spec = model if isinstance(model, ModelSpec) else describe(model)
     base, request = strategy or Strategy(), train_config or TrainConfig()
     search = Search(
         spec=spec,
         strategy=base,
-        train_config=dataclasses.replace(request, seq_len=seq_len or request.seq_len),
+        train_config=dataclasses.replace(request, seq_len=request.seq_len if seq_len is None else seq_len),
         machine=on if isinstance(on, Hardware) else hardware(on),
         global_batch=global_batch,
         one_document=one_document,
@@ -287,14 +290,16 @@ def plan(
 
 def _check_request(search: Search, vary: Collection[str], allow_unquantized: bool) -> None:
     global_batch, data = search.global_batch, search.data_ranks
+    if not isinstance(global_batch, int):
+        raise StrategyError(f"global_batch {global_batch!r}: expected int. Choose {data}.")
     if global_batch < 1 or global_batch % data:
         raise StrategyError(
             f"global_batch {global_batch}: expected a multiple of {data}, so that each rank has as many samples. "
             f"Choose {max(1, round(global_batch / data)) * data}."
         )
     for name, value in (("tokens", search.tokens), ("price", search.price)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ToolkitError(f"{name} {value}: expected a number above 0.")
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ToolkitError(f"{name} {value!r}: expected a number above 0.")
     if search.price is not None and search.tokens is None:
         raise ToolkitError("price: expected the tokens of the training too. Add --tokens, such as --tokens 2e9.")
     if search.strategy.quantized:

@@ -91,6 +91,8 @@ def resolve_request(
         raise StrategyError(
             f"on: a {type(on).__name__}, expected a machine or its name. Give train_config=TrainConfig(…) by name."
         )
+    check_type("strategy", strategy, Strategy)
+    check_type("train_config", train_config, TrainConfig)
     if run is not None:
         model = run.model if model is None else model
         strategy, train_config = strategy or run.strategy, train_config or run.train_config
@@ -103,6 +105,16 @@ def resolve_request(
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
     return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
+
+
+def check_type(name: str, value: Any, kind: type[Any]) -> None:
+    """Check the type of an argument that may be left out.
+
+    Raises:
+        StrategyError: for another type.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise StrategyError(f"{name} {value!r}: expected {kind.__name__}. See help(toolkit.{kind.__name__}).")
 
 
 def _with_advice(forecast: Forecast, job: Job, **options: bool) -> Forecast:
