@@ -453,6 +453,7 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     assert there.unknown[-1].startswith("Host memory is not in the name: 144 GiB for each GPU")
     cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), machine := hardware("2x cpu"), train_config)
     assert cpu.limit_bytes == machine.host_free_bytes // 2 - PROCESS
+    assert any("less 300.0 MiB for Python" in note for note in cpu.unknown)
     assert cpu.host_bytes == 2 * cpu.peak_bytes
     assert cpu.parts["optimizer"] > 0
 
@@ -740,16 +741,23 @@ def test_an_offload_that_is_little_faster_comes_second(alone: Plan, speed: float
 
 def test_the_best_is_compared_with_its_like(alone: Plan) -> None:
     """Of equal speed are a zero3 that recomputes and one that does not: recomputation is then no reason."""
-    cells = {tuple(one.cells[name] for name in ("sharding", "recompute", "batch")): one for one in alone.ranked}
+    names, offloaded = (
+        ("sharding", "recompute", "batch"),
+        [one for one in alone.ranked if one.strategy.offload == "cpu"],
+    )
+    cells = {tuple(one.cells[name] for name in names): one for one in offloaded}
     best = timed(cells["fsdp", "none", "2 x 1"], 100.0)
     others = [timed(cells["zero3", recompute, "2 x 1"], 80.0) for recompute in ("full", "none")]
     slower = dataclasses.replace(alone, ranked=(best, *others)).headline()
     assert "A step of zero3 takes 12 ms instead of 10 ms" in slower
     assert "it computes" not in slower
     assert "Nothing fits without an offload." in slower
-    assert "GiB, a node's host" in slower
+    assert ", a node's host " in slower
     equal = dataclasses.replace(alone, ranked=(best, timed(others[1], 100.0))).headline()
     assert f"zero3 is as fast, and needs {others[1].cells['need']}." in equal
+    plain = timed(next(one for one in alone.ranked if one.strategy.offload == "none"), 100.0)
+    other = dataclasses.replace(alone, ranked=(plain, timed(others[1], 100.0))).headline()
+    assert "zero3 with offload cpu is as fast, and needs" in other
 
 
 def test_hours_and_costs_of_a_plan_follow_from_its_speed() -> None:

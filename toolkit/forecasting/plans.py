@@ -189,6 +189,8 @@ class Plan(Result):
     def _explanation(self) -> str:
         """Return why the best is first: what is faster with an offload, else the fastest of another sharding, the most like it."""
         best, fastest = self.best, max(self.ranked, key=lambda one: one.speed)
+        if not best.speed:
+            return "No speed of the device is known: this needs least."
         if fastest.speed > (1 + EQUAL) * best.speed:
             words = "{sharding} with offload {offload} is forecast at {tokens/s} tokens/s: not enough more to rely on."
             return words.format(**fastest.cells)
@@ -205,8 +207,10 @@ class Plan(Result):
         )
         assert best.forecast is not None, "what is ranked has a forecast"
         assert second.forecast is not None, "what is ranked has a forecast"
-        why = why_faster(best.forecast, second.forecast, (own, second.strategy.sharding))
-        why = why or "{sharding} is as fast, and needs {need}.".format(**second.cells)
+        same = second.strategy.offload == best.strategy.offload
+        other = ("{sharding}" if same else "{sharding} with offload {offload}").format(**second.cells)
+        why = why_faster(best.forecast, second.forecast, (own, other))
+        why = why or f"{other} is as fast, and needs {second.cells['need']}."
         return f"{reason} {why}".strip()
 
     def _flags(self, model: str, excluded: Collection[str] = ()) -> str:

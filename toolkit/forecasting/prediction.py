@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
-from toolkit.core.units import MiB, ceil_div
+from toolkit.core.units import MiB, ceil_div, format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
@@ -218,6 +218,8 @@ def _uncertainties(job: Job) -> tuple[str, ...]:
         notes.append(f"The catalog has no speed of {job.device.name}. `calibrate` takes it from a run.")
     else:
         notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
+    if job.device.kind == "cpu":
+        notes.append(f"A rank has its share of the host's memory, less {format_bytes(PROCESS)} for Python itself.")
     if job.device.kind == "cuda":
         terms = "; ".join(f"{term}: {SOURCES[term]}" for term in context_memory(job, 0))
         notes.append(f"CUDA's own memory is estimated from other runs; `calibrate` takes this card's. {terms}.")
