@@ -97,7 +97,17 @@ def test_named_machines() -> None:
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("h100", "H100-80GB"), ("NVIDIA RTX 4090", "RTX-4090"), ("4xl40s", "L40S"), ("2 NODES x V100-32gb", "V100-32GB")],
+    [
+        *(
+            ("h100", "H100-80GB"),
+            ("NVIDIA RTX 4090", "RTX-4090"),
+            ("4xl40s", "L40S"),
+            ("2 NODES x V100-32gb", "V100-32GB"),
+        ),
+        # As nvidia-smi names them
+        *(("8x NVIDIA H100 80GB HBM3", "H100-80GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB")),
+        *(("Tesla V100-SXM2-16GB", "V100-16GB"), ("NVIDIA GeForce RTX 3090", "RTX-3090")),
+    ],
 )
 def test_names_are_taken_as_people_write_them(name: str, device: str) -> None:
     assert hardware(name).device.name == device
@@ -109,6 +119,8 @@ def test_names_are_taken_as_people_write_them(name: str, device: str) -> None:
         ("A100", "say which one, A100-40GB or A100-80GB"),
         ("8x H1000", r"'8x H1000' is unknown\. Did you mean 'H100-80GB'\? Known: cpu, T4"),
         ("2x tpu", "is unknown.*Known: cpu"),
+        ("8x H100 PCIe", "is unknown. The catalog has the SXM boards of such cards"),
+        ("NVIDIA H100 NVL", "is unknown. The catalog has the SXM boards of such cards"),
         ("", "expected a name such as '8x H100-80GB'"),
         ("0x T4", "at least one device"),
         ("0 nodes x 8x T4", "at least one node"),

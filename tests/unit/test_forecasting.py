@@ -32,6 +32,9 @@ from toolkit.engines.traces import Adapter, Segment, TraceConfig
 from toolkit.forecasting import fake_kernels, memory, traced_model, traces, tracing
 from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
+from toolkit.forecasting.plans import Plan
+from toolkit.forecasting.prediction import PROCESS
+from toolkit.forecasting.search import Candidate, rank_key
 from toolkit.forecasting.traces import split_segments, trace_of
 from toolkit.forecasting.tracing import trace
 from toolkit.forecasting.tracker import Tracker
@@ -448,7 +451,10 @@ def test_what_is_offloaded_is_the_hosts() -> None:
         assert there.peak_bytes <= here.peak_bytes - states
         assert there.host_bytes >= 12 * spec.elements, "masters and moments, which a checkpoint does not copy"
         assert there.parts["optimizer"] == 0
-    cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), "2x cpu", train_config)
+    assert there.unknown[-1].startswith("Host memory is not in the name: 144 GiB for each GPU")
+    cpu = forecast(spec, Strategy(sharding="zero2", offload="optimizer"), machine := hardware("2x cpu"), train_config)
+    assert cpu.limit_bytes == machine.host_free_bytes // 2 - PROCESS
+    assert any("less 300.0 MiB for Python" in note for note in cpu.unknown)
     assert cpu.host_bytes == 2 * cpu.peak_bytes
     assert cpu.parts["optimizer"] > 0
 
@@ -625,9 +631,34 @@ def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     assert result.config()["num_processes"] == 8
 
 
+def test_a_plan_that_no_memory_helps_says_why() -> None:
+    result = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=100_000)
+    assert "seq_len 100000 is over the limit" in result.headline()
+    assert {"seq_len"} in [one.change.keys() for one in result.alternatives]
+
+
 def test_a_global_batch_is_shared_evenly_or_refused() -> None:
     with pytest.raises(StrategyError, match=r"global_batch 12: expected a multiple of 8.* Choose 16"):
         plan(describe(config("llama", 2)), "8x T4", global_batch=12)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"global_batch": "4"}, "global_batch '4': expected int"),
+        ({"strategy": "zero3"}, "strategy 'zero3': expected Strategy"),
+        ({"train_config": {}}, "train_config {}: expected TrainConfig"),
+        ({"seq_len": 0}, "seq_len 0: expected int of at least 2"),
+        ({"tokens": "2e9"}, "tokens '2e9': expected a number above 0"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(words: dict[str, Any], said: str) -> None:
+    spec = describe(config("llama", 2))
+    with pytest.raises(ToolkitError, match=re.escape(said)):
+        plan(spec, "2x T4", **{"global_batch": 4, **words})
+    if "strategy" in words:
+        with pytest.raises(StrategyError, match=re.escape(said)):
+            forecast(spec, words["strategy"], "2x T4")
 
 
 def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -689,22 +720,67 @@ def test_where_nothing_fits_a_plan_says_what_would(tight: tuple[ModelSpec, Any])
 
 
 def test_rejections_are_grouped_unless_all_are_wanted(tight: tuple[ModelSpec, Any]) -> None:
-    _, result = tight
+    spec, result = tight
     grouped = result.tables()[-1]
     assert sum(int(row[0]) for row in grouped.rows) == len(result.rejected)
-    lines = grouped.text(80).splitlines()
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
+    no_host = plan(spec, dataclasses.replace(result.hardware, host_free_bytes=2**28), global_batch=4, seq_len=512)
+    assert any(row[3].endswith("of host memory") for row in no_host.tables()[-1].rows)
+    for table in (grouped, no_host.tables()[-1]):
+        lines = table.text(80).splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert "Host memory is not in the name: 256 GiB" in " ".join(lines)
     whole = dataclasses.replace(result, whole=True).tables()[-1]
     assert len(list(whole.rows)) == len(result.rejected)
 
 
-def test_one_device_is_planned_with_offload() -> None:
-    spec = describe(config("llama", 2))
-    result = plan(spec, "1x RTX-3090", global_batch=2, seq_len=64)
-    chosen = {(one.strategy.sharding, one.strategy.offload) for one in result.ranked}
+@pytest.fixture(scope="module")
+def alone() -> Plan:
+    return plan(describe(config("llama", 2)), "1x RTX-3090", global_batch=2, seq_len=64)
+
+
+def test_one_device_is_planned_with_offload(alone: Plan) -> None:
+    chosen = {(one.strategy.sharding, one.strategy.offload) for one in alone.ranked}
     assert {("none", "none"), ("zero2", "optimizer"), ("zero3", "cpu"), ("fsdp", "cpu")} <= chosen
     assert all(offload != "none" for sharding, offload in chosen if sharding != "none")
+
+
+def timed(candidate: Candidate, speed: float) -> Candidate:
+    """Return a candidate with another speed."""
+    assert candidate.forecast is not None
+    timing = dataclasses.replace(candidate.forecast.timing, step_seconds=1 / speed, tokens_per_second=speed)
+    return dataclasses.replace(candidate, forecast=dataclasses.replace(candidate.forecast, timing=timing))
+
+
+@pytest.mark.parametrize(("speed", "first"), [(77.0, "none"), (73.0, "cpu")])
+def test_an_offload_that_is_little_faster_comes_second(alone: Plan, speed: float, first: str) -> None:
+    offloads = {one.strategy.offload: one for one in alone.ranked}
+    candidates = timed(offloads["cpu"], 100.0), timed(offloads["none"], speed)
+    ordered = sorted(candidates, key=rank_key)
+    assert ordered[0].strategy.offload == first
+    headline = dataclasses.replace(alone, ranked=tuple(ordered)).headline()
+    assert ("with offload cpu is forecast at 100 tokens/s: not enough more" in headline) == (first == "none")
+
+
+def test_the_best_is_compared_with_its_like(alone: Plan) -> None:
+    """Of equal speed are a zero3 that recomputes and one that does not: recomputation is then no reason."""
+    names, offloaded = (
+        ("sharding", "recompute", "batch"),
+        [one for one in alone.ranked if one.strategy.offload == "cpu"],
+    )
+    cells = {tuple(one.cells[name] for name in names): one for one in offloaded}
+    best = timed(cells["fsdp", "none", "2 x 1"], 100.0)
+    others = [timed(cells["zero3", recompute, "2 x 1"], 80.0) for recompute in ("full", "none")]
+    slower = dataclasses.replace(alone, ranked=(best, *others)).headline()
+    assert "A step of zero3 takes 12 ms instead of 10 ms" in slower
+    assert "it computes" not in slower
+    assert "Nothing fits without an offload." in slower
+    assert ", a node's host " in slower
+    equal = dataclasses.replace(alone, ranked=(best, timed(others[1], 100.0))).headline()
+    assert f"zero3 is as fast, and needs {others[1].cells['need']}." in equal
+    plain = timed(next(one for one in alone.ranked if one.strategy.offload == "none"), 100.0)
+    other = dataclasses.replace(alone, ranked=(plain, timed(others[1], 100.0))).headline()
+    assert "zero3 with offload cpu is as fast, and needs" in other
 
 
 def test_hours_and_costs_of_a_plan_follow_from_its_speed() -> None:
@@ -715,6 +791,9 @@ def test_hours_and_costs_of_a_plan_follow_from_its_speed() -> None:
     plain = 2e9 / best.forecast.timing.tokens_per_second / 3600
     assert plain <= hours < 1.01 * plain
     assert "Best by cost" in str(result)
+    dear = plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, tokens=1e13, price=2.5)
+    assert best.forecast.tokens_per_second == dear.best.forecast.tokens_per_second
+    assert max(map(len, str(dear).splitlines())) <= 80
     for wrong in ({"price": 2.5}, {"tokens": 0.0}, {"tokens": float("nan")}, {"vary": ["colour"]}):
         with pytest.raises(ToolkitError):
             plan(describe(config("llama", 2)), "2x T4", global_batch=2, seq_len=64, **wrong)  # type: ignore[arg-type]
@@ -728,4 +807,8 @@ def test_open_fields_of_a_plan_stand_below_what_was_asked(capsys: pytest.Capture
     assert [one["change"] for one in result["alternatives"]] == [
         {"precision": "bf16_pure"},
         {"hardware": "2x H100-80GB"},
+        {"hardware": "4x H100-80GB"},
+        {"hardware": "8x H100-80GB", "global_batch": 8},
     ]
+    assert result["alternatives"][-2]["train_config"]["micro_batch"] == 1
+    assert result["alternatives"][-3]["train_config"]["micro_batch"] == 2

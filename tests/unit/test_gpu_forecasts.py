@@ -211,7 +211,7 @@ def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
     assert card_of("NVIDIA A100-SXM4-80GB", 80 * GiB) == CARDS["A100-80GB"]
     board = card_of("NVIDIA A100-PCIE-40GB", 40 * GiB)
     assert (board.peer, board.tflops_half) == (CARDS["A100-40GB"].host, CARDS["A100-40GB"].tflops_half)
-    for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"):
+    for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU"):
         assert card_of(slower, 80 * GiB) is None, slower
 
 

@@ -145,11 +145,14 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
             write_config(Path(flags.all, f"{name}.yaml"), contents[name], "--all")
         return contents
     strategy = read(Strategy, flags)
+    nodes = flags.nodes
+    if nodes < 1:
+        raise ToolkitError(f"nodes {nodes}: expected at least 1.")
     ranks = flags.processes
     if ranks is None:
-        ranks = default_ranks(strategy, hardware()) * flags.nodes
-    _check_file(strategy, ranks, flags.nodes)
-    content = engine_of(strategy).to_yaml(strategy, ranks, flags.nodes) | _rendezvous(flags)
+        ranks = default_ranks(strategy, hardware()) * nodes
+    _check_file(strategy, ranks, nodes)
+    content = engine_of(strategy).to_yaml(strategy, ranks, nodes) | _rendezvous(flags)
     if flags.output:
         write_config(Path(flags.output), content, "--output")
     elif flags.json != "-":
@@ -180,9 +183,8 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
     from toolkit.devices.machine import hardware
     from toolkit.engines.job import resolve
 
-    for name, value in (("processes", ranks), ("nodes", nodes)):
-        if value < 1:
-            raise ToolkitError(f"{name} {value}: expected at least 1.")
+    if ranks < 1:
+        raise ToolkitError(f"processes {ranks}: expected at least 1.")
     if ranks % nodes:
         raise ToolkitError(f"processes {ranks}: expected a multiple of {nodes} nodes, since each runs as many.")
     open_ones = dataclasses.replace(strategy, precision="auto", attention="auto")

@@ -140,7 +140,7 @@ def add_flags(
                 continue
             group.add_argument(flag(f.name), dest=f.name, type=kind, metavar=metavar, help=text)
             if alias := f.metadata.get("alias", ""):
-                text = f"the same as {flag(f.name)} (also with _)"
+                text = f"the same as {flag(f.name)} (also with _); of both, the last counts"
                 group.add_argument(flag(alias), f"--{alias}", dest=f.name, type=kind, metavar=metavar, help=text)
 
 

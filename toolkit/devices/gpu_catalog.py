@@ -79,29 +79,32 @@ little power, is taken as the same."""
 
 
 def card_key(name: str, word: str) -> str:
-    """Return the catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"` → `"H100-80GB"`.
+    """Return the catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"`, `"NVIDIA H100 80GB HBM3"` → `"H100-80GB"`.
 
     Raises:
         ToolkitError: for a name that is not in the catalog, with the nearest, or that is several's.
     """
-    plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct)[\s-]+", "", word.strip(), flags=re.IGNORECASE)
-    plain = re.sub(r"[\s_]+", "-", plain).lower()
+    extra = r"^((nvidia|geforce|tesla|amd|instinct)-)+|-(sxm\d?|hbm\d\w?)\b"
+    plain = re.sub(extra, "", re.sub(r"[\s_]+", "-", word.lower()))
     keys = {key.lower(): key for key in CARDS}
     matching = [key for low, key in keys.items() if low == plain or low.startswith(f"{plain}-")]
     if len(matching) > 1:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
     if not matching:
-        raise ToolkitError(f"hardware {name!r} is unknown.{nearest(plain, CARDS)} Known: cpu, {', '.join(CARDS)}.")
+        hint = nearest(plain, CARDS)
+        if re.search("pcie|nvl", plain):
+            hint = " The catalog has the SXM boards of such cards, which are faster."
+        raise ToolkitError(f"hardware {name!r} is unknown.{hint} Known: cpu, {', '.join(CARDS)}.")
     return matching[0]
 
 
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     """Return the card for a driver's name (`"NVIDIA A100-SXM4-80GB"`) and the nearest memory; None if unknown.
 
-    On a PCIe board of Volta or Ampere the same chip has no NVLink. On one of Hopper it is a slower chip, in no row.
+    On a PCIe board of Volta or Ampere the same chip has no NVLink. On one of Hopper it is a slower chip, in no row, as in a laptop.
     """
     tokens = set(re.split(r"[\s_-]+", driver.upper()))
-    if "NVL" in tokens or tokens >= {"H100", "PCIE"}:
+    if tokens & {"NVL", "LAPTOP"} or tokens >= {"H100", "PCIE"}:
         return None
     matches = [
         card

@@ -20,8 +20,9 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
-from toolkit.forecasting.reasons import why_faster
-from toolkit.forecasting.search import FIELDS, Candidate, Search, find_alternatives
+from toolkit.forecasting.prediction import check_type
+from toolkit.forecasting.reasons import EQUAL, why_faster
+from toolkit.forecasting.search import FIELDS, OFFLOADED, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
 
 UNCERTAIN = 3
@@ -40,7 +41,7 @@ class Plan(Result):
     hardware: Hardware
     global_batch: int
     ranked: tuple[Candidate, ...]
-    """Those that fit with a margin, by tokens/s, then by memory."""
+    """Those that fit with a margin, by tokens/s (`search.OFFLOADED` of them with an offload), then by memory."""
     rejected: tuple[Candidate, ...]
     alternatives: tuple[Candidate, ...] = ()
     """Changed requests that fit: where nothing else does, or for the fields that the request leaves open."""
@@ -94,20 +95,23 @@ class Plan(Result):
         """Return the best strategy, why, and its command; or that nothing fits."""
         if not self.ranked:
             text = f"Nothing fits a global batch of {self.global_batch} on {self.hardware.label}."
-            closest = min(self.rejected, key=lambda candidate: candidate.shortfall, default=None)
-            if closest is not None and closest.forecast is not None:
-                text += " The closest, {sharding} with offload {offload}: ".format(**closest.cells) + closest.reason
+            if closest := min(self.rejected, key=lambda candidate: candidate.shortfall, default=None):
+                what = " The closest, {sharding} with offload {offload}: " if closest.forecast else " {sharding}: "
+                text += what.format(**closest.cells) + closest.reason
             return f"{text} The changes below fit." if self.alternatives else text
         forecast = self.best.forecast
         assert forecast is not None, "what is ranked has a forecast"
         words = "{sharding}, offload {offload}, recompute {recompute}, batch {batch}".format(**self.best.cells)
         speed = f" at {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens_per_second else ""
-        needs = f"A rank needs {format_bytes(forecast.needed_bytes)} of {format_bytes(forecast.limit_bytes)}."
+        needs = f"A rank needs {format_bytes(forecast.needed_bytes)} of {format_bytes(forecast.limit_bytes)}"
+        if self.best.strategy.offload != "none":
+            host = format_bytes(forecast.hardware.host_free_bytes)
+            needs += f", a node's host {format_bytes(forecast.host_bytes)} of {host}"
         run = "--write FILE writes its config for every node."
         if self.hardware.nodes == 1:
             ranks = f"--processes {self.hardware.ranks} " if self.hardware.ranks > 1 else ""
             run = f"Run it:\n    toolkit train {ranks}{self._flags(self.model)}"
-        return " ".join(filter(None, [f"Best: {words}{speed}.", needs, self._explanation(), run]))
+        return " ".join(filter(None, [f"Best: {words}{speed}.", f"{needs}.", self._explanation(), run]))
 
     def tables(self) -> list[Table]:
         """Return the ranked candidates, the alternatives, and the rejected ones."""
@@ -115,15 +119,18 @@ class Plan(Result):
         shown = self.ranked if self.whole else self.ranked[:SHOWN]
         ranked = _table(
             f"{self.model} on {self.hardware.label}, global batch {self.global_batch}",
-            (*COLUMNS, "tokens/s", *(costs or ("step",)), "need"),
+            (*COLUMNS, *(costs or ("tokens/s", "step")), "need"),
             shown,
             self._notes(len(shown)),
         )
         alternatives = _table(
             "What fits with one change" if self.ranked else "What would fit",
-            ("change", "sharding", "offload", "tokens/s", *costs, "need"),
+            ("change", "sharding", "offload", *(costs or ("tokens/s",)), "need"),
             self.alternatives,
-            ["Each with its fastest sharding at the smallest micro-batch. Plan again with the change for all of them."],
+            [
+                f"Each with its fastest sharding at the smallest micro-batch{', more devices at any' if self.ranked else ''}. "
+                "Plan again with the change for all of them."
+            ],
         )
         rejected = _table("Rejected", (*COLUMNS, "why"), self.rejected) if self.whole else self._reasons_table()
         return [table for table in (ranked, alternatives, rejected) if table.rows]
@@ -133,7 +140,8 @@ class Plan(Result):
             return []
         notes = [note for best in self.ranked[:UNCERTAIN] if best.forecast for note in best.forecast.unknown]
         notes.append(
-            "recompute: activation checkpointing. batch: micro-batch x accumulation. need: of a rank, with CUDA's own memory."
+            "recompute: activation checkpointing. batch: micro-batch x accumulation. need: of a rank, with CUDA's own memory. "
+            f"Sorted by tokens/s, with an offload by {OFFLOADED:.0%} of them."
         )
         if shown < len(self.ranked):
             notes.append(f"{len(self.ranked) - shown} more fit; --all shows them.")
@@ -170,22 +178,40 @@ class Plan(Result):
             closest = min(candidates, key=lambda candidate: candidate.shortfall)
             words = " ".join(dict.fromkeys(candidate.strategy.sharding for candidate in candidates))
             least = (
-                f"{closest.least_need}: {{sharding}}, {{offload}}".format(**closest.cells) if closest.forecast else ""
+                f"{{sharding}}, {{offload}}: {closest.least_need}".format(**closest.cells) if closest.forecast else ""
             )
             rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 130, placeholder="…"), words, least))
         more = len(groups) - len(rows)
         note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
-        return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=(note,))
+        notes = (note, *(() if self.ranked else self.hardware.notes))
+        return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=notes)
 
     def _explanation(self) -> str:
-        """Return why the best is faster than the best of another sharding, in a sentence."""
-        best = self.best
-        second = next(
-            (candidate for candidate in self.ranked if candidate.strategy.sharding != best.strategy.sharding), None
+        """Return why the best is first: what is faster with an offload, else the fastest of another sharding, the most like it."""
+        best, fastest = self.best, max(self.ranked, key=lambda one: one.speed)
+        if not best.speed:
+            return "No speed of the device is known: this needs least."
+        if fastest.speed > (1 + EQUAL) * best.speed:
+            words = "{sharding} with offload {offload} is forecast at {tokens/s} tokens/s: not enough more to rely on."
+            return words.format(**fastest.cells)
+        offloaded = all(one.strategy.offload != "none" for one in self.ranked)
+        reason = "Nothing fits without an offload." if offloaded else ""
+        own = best.strategy.sharding
+        others = [one for one in self.ranked if one.strategy.sharding != own and one.speed]
+        if not others:
+            return reason
+        speed, fields = max(one.speed for one in others), ("offload", "recompute", "batch")
+        second = max(
+            (one for one in others if one.speed >= (1 - EQUAL) * speed),
+            key=lambda one: sum(one.cells[name] == best.cells[name] for name in fields),
         )
-        if second is None or second.forecast is None or best.forecast is None:
-            return ""
-        return why_faster(best.forecast, second.forecast, (best.strategy.sharding, second.strategy.sharding))
+        assert best.forecast is not None, "what is ranked has a forecast"
+        assert second.forecast is not None, "what is ranked has a forecast"
+        same = second.strategy.offload == best.strategy.offload
+        other = ("{sharding}" if same else "{sharding} with offload {offload}").format(**second.cells)
+        why = why_faster(best.forecast, second.forecast, (own, other))
+        why = why or f"{other} is as fast, and needs {second.cells['need']}."
+        return f"{reason} {why}".strip()
 
     def _flags(self, model: str, excluded: Collection[str] = ()) -> str:
         strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in excluded}
@@ -237,12 +263,14 @@ def plan(
         ModelError: for a model that a run would refuse.
         ToolkitError: for an unknown model or machine.
     """
+    check_type("strategy", strategy, Strategy)
+    check_type("train_config", train_config, TrainConfig)
     spec = model if isinstance(model, ModelSpec) else describe(model)
     base, request = strategy or Strategy(), train_config or TrainConfig()
     search = Search(
         spec=spec,
         strategy=base,
-        train_config=dataclasses.replace(request, seq_len=seq_len or request.seq_len),
+        train_config=dataclasses.replace(request, seq_len=request.seq_len if seq_len is None else seq_len),
         machine=on if isinstance(on, Hardware) else hardware(on),
         global_batch=global_batch,
         one_document=one_document,
@@ -257,7 +285,7 @@ def plan(
         global_batch=global_batch,
         ranked=tuple(ranked),
         rejected=tuple(rejected),
-        alternatives=tuple(find_alternatives(search, vary if ranked else FIELDS)),
+        alternatives=tuple(find_alternatives(search, vary, machines=True) if ranked else find_alternatives(search)),
         tokens=tokens,
         price=price,
         whole=whole,
@@ -266,14 +294,16 @@ def plan(
 
 def _check_request(search: Search, vary: Collection[str], allow_unquantized: bool) -> None:
     global_batch, data = search.global_batch, search.data_ranks
+    if not isinstance(global_batch, int):
+        raise StrategyError(f"global_batch {global_batch!r}: expected int. Choose {data}.")
     if global_batch < 1 or global_batch % data:
         raise StrategyError(
             f"global_batch {global_batch}: expected a multiple of {data}, so that each rank has as many samples. "
             f"Choose {max(1, round(global_batch / data)) * data}."
         )
     for name, value in (("tokens", search.tokens), ("price", search.price)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ToolkitError(f"{name} {value}: expected a number above 0.")
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ToolkitError(f"{name} {value!r}: expected a number above 0.")
     if search.price is not None and search.tokens is None:
         raise ToolkitError("price: expected the tokens of the training too. Add --tokens, such as --tokens 2e9.")
     if search.strategy.quantized:

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
-from toolkit.core.units import ceil_div
+from toolkit.core.units import MiB, ceil_div, format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
@@ -91,6 +91,8 @@ def resolve_request(
         raise StrategyError(
             f"on: a {type(on).__name__}, expected a machine or its name. Give train_config=TrainConfig(…) by name."
         )
+    check_type("strategy", strategy, Strategy)
+    check_type("train_config", train_config, TrainConfig)
     if run is not None:
         model = run.model if model is None else model
         strategy, train_config = strategy or run.strategy, train_config or run.train_config
@@ -103,6 +105,16 @@ def resolve_request(
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
     return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
+
+
+def check_type(name: str, value: Any, kind: type[Any]) -> None:
+    """Check the type of an argument that may be left out.
+
+    Raises:
+        StrategyError: for another type.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise StrategyError(f"{name} {value!r}: expected {kind.__name__}. See help(toolkit.{kind.__name__}).")
 
 
 def _with_advice(forecast: Forecast, job: Job, **options: bool) -> Forecast:
@@ -186,14 +198,18 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         operations=operations(job, step),
         communication_bytes=communication(job),
         timing=step_time(job, machine, step),
-        unknown=_uncertainties(job),
+        unknown=(*_uncertainties(job), *machine.notes),
     )
+
+
+PROCESS = 300 * MiB
+"""A CPU rank's own memory: Python with torch, transformers and DeepSpeed imported has 287 MiB that no other process shares."""
 
 
 def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
-    return machine.host_free_bytes // ceil_div(job.ranks, machine.nodes)
+    return max(0, machine.host_free_bytes // ceil_div(job.ranks, machine.nodes) - PROCESS)
 
 
 def _uncertainties(job: Job) -> tuple[str, ...]:
@@ -202,6 +218,8 @@ def _uncertainties(job: Job) -> tuple[str, ...]:
         notes.append(f"The catalog has no speed of {job.device.name}. `calibrate` takes it from a run.")
     else:
         notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
+    if job.device.kind == "cpu":
+        notes.append(f"A rank has its share of the host's memory, less {format_bytes(PROCESS)} for Python itself.")
     if job.device.kind == "cuda":
         terms = "; ".join(f"{term}: {SOURCES[term]}" for term in context_memory(job, 0))
         notes.append(f"CUDA's own memory is estimated from other runs; `calibrate` takes this card's. {terms}.")

@@ -190,12 +190,14 @@ def _explain_time(sides: Sequence[_Side]) -> Iterator[str]:
         sum(transfer.size * transfer.times for transfer in collectives(side.job) if transfer.overlaps == "nothing")
         for side in (less, more)
     ]
+    moved = [sum(transfer.size * transfer.times for transfer in offloads(side.job)) for side in (less, more)]
     offload = more.job.strategy.offload != "none" and less.job.strategy.offload == "none"
     causes = {
         f"it computes {ratio - 1:.0%} more": ratio > 1 + EQUAL,
         "it sends more": more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes,
         f"its optimizer steps {stepped:.1f} times as much on each rank": stepped > 1 + EQUAL,
         "its optimizer steps on the host": offload,
+        f"it moves {format_bytes(moved[1])} between device and host": moved[1] > (1 + EQUAL) * moved[0],
         f"no computation overlaps {format_bytes(exposed[1])} of its transfers": exposed[1] > exposed[0],
     }
     why = ", and ".join(cause for cause, holds in causes.items() if holds)

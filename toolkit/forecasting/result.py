@@ -30,7 +30,7 @@ class Forecast(Result):
     """The resolved request."""
     hardware: Hardware
     limit_bytes: int
-    """The memory of a rank: the device's free bytes; on CPU ranks the host's, divided by the ranks of a node."""
+    """The memory of a rank: the device's free bytes; on CPU ranks the host's, divided by the ranks of a node, less Python's own."""
     peak_bytes: int
     peak_phase: str
     parts: Mapping[str, int]

@@ -55,6 +55,11 @@ class Candidate:
         return shlex.join(spell(self.change))
 
     @property
+    def speed(self) -> float:
+        """Tokens a second; 0 without a known speed."""
+        return (self.forecast.tokens_per_second if self.forecast else None) or 0.0
+
+    @property
     def checkpoint_share(self) -> float:
         """The share of the time in which steps wait for checkpoints."""
         if self.forecast is None:
@@ -64,8 +69,7 @@ class Candidate:
     @property
     def hours(self) -> float | None:
         """Hours of a training on `tokens`, with its checkpoints; None without tokens or a known speed."""
-        speed = self.forecast.tokens_per_second if self.forecast else None
-        return self.tokens / speed / 3600 * (1 + self.checkpoint_share) if self.tokens and speed else None
+        return self.tokens / self.speed / 3600 * (1 + self.checkpoint_share) if self.tokens and self.speed else None
 
     @property
     def cost(self) -> float | None:
@@ -112,17 +116,17 @@ class Candidate:
     def cells(self) -> dict[str, str]:
         """Column of a table → text."""
         strategy, train_config, forecast = self.strategy, self.train_config, self.forecast
-        speed, seconds = (forecast.tokens_per_second, forecast.step_seconds) if forecast else (None, None)
+        seconds = forecast.step_seconds if forecast else None
         return {
             "change": self.flags,
             "sharding": strategy.sharding,
             "offload": strategy.offload,
             "recompute": strategy.activation_checkpointing,
             "batch": f"{train_config.micro_batch} x {train_config.accumulation}",
-            "tokens/s": f"{speed:,.0f}" if speed else "–",
+            "tokens/s": f"{self.speed:,.0f}" if self.speed else "–",
             "step": format_step_seconds(seconds) if seconds else "–",
             "hours": f"{self.hours:,.1f}" if self.hours else "–",
-            "cost": f"{self.cost:,.2f}" if self.cost else "–",
+            "cost": f"{self.cost:,.{0 if self.cost >= 1000 else 2}f}" if self.cost else "–",
             "saving": f"{self.checkpoint_share:.1%}",
             "need": format_bytes(forecast.needed_bytes) if forecast else "–",
             "why": f"needs {self.least_need}" if forecast else self.reason,
@@ -143,10 +147,18 @@ class Candidate:
         }
 
 
-def rank_key(candidate: Candidate) -> tuple[float, int]:
-    """Return the sort key of candidates that fit: by speed, then by memory."""
-    assert candidate.forecast is not None, "what fits has a forecast"
-    return -(candidate.forecast.tokens_per_second or 0.0), candidate.forecast.needed_bytes
+OFFLOADED = 0.75
+"""The share of its forecast speed by which an offloaded candidate is ranked.
+
+Time is forecast within a quarter, and published runs with an offload were slower than forecast: 17 to 39% (published.md,
+ZeRO-Offload and GPT-XL). So an offload must gain more than that over a strategy that fits without one.
+"""
+
+
+def rank_key(candidate: Candidate) -> tuple[float, tuple[float, float]]:
+    """Return the sort key of candidates that fit: by speed, `OFFLOADED` with an offload, then by memory."""
+    offloaded = candidate.strategy.offload != "none"
+    return -candidate.speed * (OFFLOADED if offloaded else 1), candidate.shortfall
 
 
 def rejection(forecast: Forecast) -> str:
@@ -186,7 +198,7 @@ class Search:
         return max(1, self.machine.ranks // (self.strategy.tp * self.strategy.cp * self.strategy.pp))
 
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
-        """Return those that fit, ranked by tokens/s and then by memory, and the rejected ones."""
+        """Return those that fit, ordered by `rank_key`, and the rejected ones."""
         ranked: list[Candidate] = []
         rejected: list[Candidate] = []
         smallest, *larger = _micro_batches(self.train_config, self.global_batch // self.data_ranks)
@@ -282,19 +294,29 @@ def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfi
         yield dataclasses.replace(train_config, micro_batch=micro, accumulation=share // micro)
 
 
-def find_alternatives(search: Search, fields: Collection[str] = FIELDS) -> Iterator[Candidate]:
+def find_alternatives(
+    search: Search, fields: Collection[str] = FIELDS, *, machines: bool = False
+) -> Iterator[Candidate]:
     """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits.
 
     Where no value of one field fits, an adapter is changed together with a shorter sequence or more devices.
+
+    Args:
+        search: the request.
+        fields: to change.
+        machines: search every number of devices up to a node, with every micro-batch.
     """
     finished: set[str] = set()
     fits = False
     for name, change, request in _requests(search):
-        candidate = request.fastest_smallest() if name in fields and name not in finished else None
+        if name not in fields or name in finished:
+            continue
+        whole = machines and name == "hardware"
+        candidate = next(iter(request.run()[0]), None) if whole else request.fastest_smallest()
         if candidate is not None:
             fits = True
             yield dataclasses.replace(candidate, change=change)
-            if name in ("seq_len", "hardware"):
+            if name == "seq_len" or (name == "hardware" and not (whole and request.machine.ranks < DEVICES_OF_A_NODE)):
                 finished.add(name)
     if not fits and {"adapter", "hardware"} <= set(fields):
         adapters = [(change, request) for name, change, request in _requests(search) if name == "adapter"]
