@@ -130,7 +130,8 @@ for reason in sorted(impossible):
 # %%
 peaks = sorted(one.forecast.peak_bytes for one in plan.ranked)
 free = peaks[len(peaks) // 2]  # of a rank
-tight = dataclasses.replace(machine, host_free_bytes=free * machine.ranks)
+taken = (plan.best.forecast.limit_bytes - free) * machine.ranks
+tight = dataclasses.replace(machine, host_free_bytes=machine.host_free_bytes - taken)
 if GPU:
     tight = dataclasses.replace(machine, device=dataclasses.replace(machine.device, free_bytes=free))
 smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, train_config=train_config)
