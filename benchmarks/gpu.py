@@ -16,6 +16,7 @@ forecast gives (their median ratio). The errors are those of the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -144,9 +145,7 @@ def model_folder(work: Path, shape: str, end: float) -> Path:
 
         shutil.rmtree(folder, ignore_errors=True)
         if shape == "tiny":
-            apart(
-                end, random_model, folder, AutoConfig.for_model("llama", vocab_size=4096, num_key_value_heads=2, **TINY)
-            )
+            random_model(folder, AutoConfig.for_model("llama", vocab_size=4096, num_key_value_heads=2, **TINY))
         else:
             apart(end, gpu_calls.draw_model, folder, AutoConfig.for_model(**SHAPES[shape]))
             embedded_tokenizer(folder)
@@ -154,16 +153,17 @@ def model_folder(work: Path, shape: str, end: float) -> Path:
 
 
 def texts(work: Path, documents: str) -> Path:
-    """Write the standard library's sources as documents that are longer than a row, or of about 60 tokens."""
+    """Write the standard library's sources as documents of about 60 tokens, or as completions, which are cut to one row each."""
     import sysconfig
 
     path = work / f"{documents}.jsonl"
     if not path.exists():
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         text = "".join(source.read_text(errors="replace") for source in sources)[:4_000_000]
-        size = {"one": 1_000_000, "several": 200}[documents]
-        lines = [json.dumps({"text": text[start : start + size]}) for start in range(0, len(text), size)]
-        path.write_text("\n".join(lines) + "\n")
+        size = {"one": 50_000, "several": 200}[documents]
+        parts = [text[start : start + size] for start in range(0, len(text) - size, size)]
+        lines = [{"prompt": "Python:", "completion": part} if documents == "one" else {"text": part} for part in parts]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
@@ -368,7 +368,9 @@ def main() -> None:
     before = stored(out / f"{name}.json")
     doctor = tk.diagnose()
     print(doctor)
-    facts = before.get("facts") or ({} if arguments.dry_run else apart(end, gpu_calls.facts))
+    facts = before.get("facts")
+    with contextlib.suppress(multiprocessing.TimeoutError):
+        facts = facts or apart(end, dict if arguments.dry_run else gpu_calls.facts)
     print(json.dumps(facts, indent=2))
     rows: list[dict[str, Any]] = before.get("runs", [])
     longest = max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)

@@ -142,11 +142,19 @@ def test_stage_3_saves_the_inputs_of_frozen_linear_modules() -> None:
     assert more == 2 * inputs
 
 
-def test_flash_attention_keeps_no_scores_and_a_mask_costs() -> None:
+@pytest.mark.parametrize(
+    "computes", [dataclasses.replace(FP32, weights="bfloat16"), AUTOCAST], ids=["bf16", "autocast"]
+)
+def test_flash_attention_keeps_no_scores_and_a_mask_costs(computes: TraceConfig) -> None:
+    """Under autocast query and key come in fp32, and the kernel takes them in bf16."""
     spec = describe(config("llama", 2))
-    way = dataclasses.replace(FP32, weights="bfloat16", device="cuda", checkpointing=False)
-    flash = peak(split_segments(trace_of(spec, way, batch=1, seq_len=1024)))
-    masked = peak(split_segments(trace_of(spec, dataclasses.replace(way, masked=True), batch=1, seq_len=1024)))
+    way = dataclasses.replace(computes, device="cuda", checkpointing=False)
+    segments = [
+        split_segments(trace_of(spec, dataclasses.replace(way, masked=masked), batch=1, seq_len=1024))
+        for masked in (False, True)
+    ]
+    assert {dtype for each in segments for segment in each for dtype, _ in segment.flops} == {"bfloat16"}
+    flash, masked = map(peak, segments)
     eager = peak(split_segments(trace_of(spec, dataclasses.replace(way, attention="eager"), batch=1, seq_len=1024)))
     scores = 4 * 1024 * 1024 * 2  # heads x queries x keys, in bf16: once for each of two layers, and more
     assert flash < masked < eager

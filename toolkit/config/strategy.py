@@ -158,6 +158,8 @@ class Strategy(Result):
         GRAD_ACCUM_DTYPES,
         "zero1-3: dtype of gradient sums; auto: fp32; the compute dtype takes half the bytes, and rounds each sum",
     )
+    """The losses of fp32 and bf16 over 200 steps of 8 micro-batches each differ by 0.65% at most, by 0.22% in the last 20
+    (benchmarks/results/grad_accum.md)."""
     overlap_comm: str = choice(
         "auto",
         ("auto", "on", "off"),

@@ -125,6 +125,10 @@ def _attention(
     import torch
     from torch.nn import functional
 
+    if torch.is_autocast_enabled("cpu"):  # where fake tensors are; of autocast_mode.h `AT_FORALL_LOWER_PRECISION_FP`
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(half), key.to(half), value.to(half)
+        attn_mask = attn_mask.to(half) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     width = query.shape[-1]
     if flash_runs and attn_mask is None and query.dtype != torch.float32 and width <= 256:
         query, key, value = (functional.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
