@@ -74,6 +74,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "less than no rank": ("compare --processes -1", ["processes -1", "at least 1"]),
     "written for no rank": ("config --sharding ddp --processes 0", ["processes 0", "at least 1"]),
     "written for one rank": ("config --sharding ddp --processes 1", ["at least 2 ranks"]),
+    "more ranks than GPUs": ("forecast --hardware 2xT4 --sharding ddp --processes 3", ["ranks 3", "at most 2"]),
     "written for no node": ("config --sharding ddp --nodes 0", ["nodes 0", "at least 1"]),
     "written for no address": ("config --sharding ddp --nodes 2 --processes 4", ["--main-address", "--node-rank"]),
     "no such node": (

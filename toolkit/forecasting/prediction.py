@@ -104,6 +104,10 @@ def resolve_request(
     count = default_ranks(strategy, machine) if ranks is None else ranks
     if count < 1:
         raise StrategyError(f"ranks {count}: expected at least 1.")
+    if machine.device.kind == "cuda" and count > machine.ranks:
+        raise StrategyError(
+            f"ranks {count}: expected at most {machine.ranks}, one a GPU of {machine.label}. Choose fewer, or a larger machine."
+        )
     return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
 
 
