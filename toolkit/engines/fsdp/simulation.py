@@ -308,6 +308,8 @@ class _Groups:
         if self._gloo:
             self._gloo_copy = self._reducing
             self._ledger.hold("workspace", self._gloo_copy)
+            if self._replicas:  # the all-reduce between the groups waits for longer than that takes
+                self._release_gloo_copy()
         self._ledger.hold("gradients", -last)
         group.gradients = {}
         if group.reduced:  # added to what earlier micro-batches left
