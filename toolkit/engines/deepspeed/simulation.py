@@ -93,9 +93,10 @@ class ZeroForecast(Engine):
         """Enter the masters, the moments, the buckets of gradients and the partitions that they end in."""
         simulation.keep("master", simulation.state.master)
         _restore_masters(simulation)
-        if stage_of(simulation.job.strategy) < 3:  # zeros, for a moment (`initialize_optimizer_states`)
+        strategy = simulation.job.strategy
+        if stage_of(strategy) < 3 and strategy.offload == "none":  # zeros, for a moment (`initialize_optimizer_states`)
             simulation.ledger.touch("gradients", simulation.state.master)
-        moves = Fetches(simulation) if stage_of(simulation.job.strategy) == 3 else _Buckets(simulation)
+        moves = Fetches(simulation) if stage_of(strategy) == 3 else _Buckets(simulation)
         simulation.hold_moments()
         simulation.walk(moves)
         moves.step()
