@@ -124,7 +124,7 @@ def dry_cells() -> list[Cell]:
     ]
 
 
-def apart(end: float, function: Callable[..., Any], *arguments: Any) -> Any:
+def run_in_process(end: float, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a function returns in a process that ends with it, and with it its memory on the GPU.
 
     Raises:
@@ -147,7 +147,7 @@ def model_folder(work: Path, shape: str, end: float) -> Path:
         if shape == "tiny":
             random_model(folder, AutoConfig.for_model("llama", vocab_size=4096, num_key_value_heads=2, **TINY))
         else:
-            apart(end, gpu_calls.draw_model, folder, AutoConfig.for_model(**SHAPES[shape]))
+            run_in_process(end, gpu_calls.draw_model, folder, AutoConfig.for_model(**SHAPES[shape]))
             embedded_tokenizer(folder)
     return folder
 
@@ -370,7 +370,7 @@ def main() -> None:
     print(doctor)
     facts = before.get("facts")
     with contextlib.suppress(multiprocessing.TimeoutError):
-        facts = facts or apart(end, dict if arguments.dry_run else gpu_calls.facts)
+        facts = facts or run_in_process(end, dict if arguments.dry_run else gpu_calls.facts)
     print(json.dumps(facts, indent=2))
     rows: list[dict[str, Any]] = before.get("runs", [])
     longest = max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)

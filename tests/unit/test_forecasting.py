@@ -665,7 +665,7 @@ def test_a_global_batch_is_shared_evenly_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ({"global_batch": "4"}, "global_batch '4': expected int"),
         ({"strategy": "zero3"}, "strategy 'zero3': expected Strategy"),
@@ -674,12 +674,12 @@ def test_a_global_batch_is_shared_evenly_or_refused() -> None:
         ({"tokens": "2e9"}, "tokens '2e9': expected a number above 0"),
     ],
 )
-def test_an_argument_of_another_type_is_refused_by_name(words: dict[str, Any], said: str) -> None:
+def test_an_argument_of_another_type_is_refused_by_name(words: dict[str, Any], message: str) -> None:
     spec = describe(config("llama", 2))
-    with pytest.raises(ToolkitError, match=re.escape(said)):
+    with pytest.raises(ToolkitError, match=re.escape(message)):
         plan(spec, "2x T4", **{"global_batch": 4, **words})
     if "strategy" in words:
-        with pytest.raises(StrategyError, match=re.escape(said)):
+        with pytest.raises(StrategyError, match=re.escape(message)):
             forecast(spec, words["strategy"], "2x T4")
 
 

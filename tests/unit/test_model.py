@@ -367,9 +367,16 @@ def test_parameters_that_the_class_does_not_train() -> None:
     """ERNIE's bias of the router gets no gradient, for which DDP would wait."""
     experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
     spec = describe(transformers.Ernie4_5_MoeConfig(**SMALL, **experts))
-    assert spec.fixed == ("model.layers.1.mlp.gate.moe_statics.e_score_correction_bias",)
-    assert not spec.trains(spec.fixed[0])
+    assert spec.untrained == ("model.layers.1.mlp.gate.moe_statics.e_score_correction_bias",)
+    assert not spec.trains(spec.untrained[0])
     assert spec.trains("model.layers.1.mlp.gate.weight")
+
+
+def test_modules_that_the_class_does_not_train_get_no_adapter() -> None:
+    """BLT's patcher."""
+    spec = describe(transformers.AutoConfig.for_model("blt"))
+    assert any("patcher" in name for name in spec.linears)
+    assert not any("patcher" in name for name in adapted(spec, "all-linear"))
 
 
 def test_buffers_are_counted() -> None:

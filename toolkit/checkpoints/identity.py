@@ -65,7 +65,7 @@ def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
         config={name: value for name, value in spec.config.items() if name not in _UNFIXED},
         data=data,
         adapter=adapter,
-        base=_base_digests(spec) if adapter or spec.frozen or spec.fixed else None,
+        base=_base_digests(spec) if adapter or spec.frozen or spec.untrained else None,
     )
 
 

@@ -65,10 +65,10 @@ def sample_ids(rows: Rows, train_config: TrainConfig, *, dp_size: int, step: int
 
 def one_document(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> bool:
     """Return whether no row of the training holds a second document, or padding: then attention needs no mask."""
-    taken: Sequence[int] = range(rows.count)
-    count = train_config.steps * _global_batch(train_config, dp_size)
-    if count < rows.count:
-        taken = sorted(Order(rows=rows.count, seed=train_config.seed).ids(0, count))
+    import numpy as np
+
+    count = train_config.steps * _global_batch(train_config, dp_size)  # of the first epoch, if it is not all
+    taken = np.sort(_epoch(rows.count, train_config.seed, 0)[:count]) if count < rows.count else np.arange(rows.count)
     column = rows.columns[column_names(rows.packed)[-1]]  # a document's first position is 0, padding is masked with it
     # A block at a time: most data answer with the first one.
     return not any((column[taken[at : at + 1024], 1:] == 0).any() for at in range(0, len(taken), 1024))

@@ -92,8 +92,8 @@ def card_key(name: str, word: str) -> str:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
     if not matching:
         hint = nearest(plain, CARDS)
-        if re.search("pcie|nvl", plain):
-            hint = " The catalog has the SXM boards of such cards, which are faster."
+        if re.search(r"\b(pcie|nvl|laptop)\b", plain):
+            hint = " The catalog has other boards of such cards."
         raise ToolkitError(f"hardware {name!r} is unknown.{hint} Known: cpu, {', '.join(CARDS)}.")
     return matching[0]
 
@@ -101,7 +101,7 @@ def card_key(name: str, word: str) -> str:
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     """Return the card for a driver's name (`"NVIDIA A100-SXM4-80GB"`) and the nearest memory; None if unknown.
 
-    On a PCIe board of Volta or Ampere the same chip has no NVLink. On one of Hopper it is a slower chip, in no row, as in a laptop.
+    On a PCIe board of Volta or Ampere the same chip has no NVLink. Hopper's PCIe boards and laptops have slower chips, in no row.
     """
     tokens = set(re.split(r"[\s_-]+", driver.upper()))
     if tokens & {"NVL", "LAPTOP"} or tokens >= {"H100", "PCIE"}:

@@ -219,7 +219,7 @@ def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec |
             f"{spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
         )
     if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
-        text = [name for name in spec.linears if spec.trains(name)]
+        text = spec.trained_linears
         ends = {name.rpartition(".")[2] for name in text}
         for word in strategy.lora_targets.split(","):
             if not any(name == word.strip() or name.endswith("." + word.strip()) for name in text):

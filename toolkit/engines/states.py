@@ -48,7 +48,7 @@ def adapted(spec: ModelSpec, targets: str) -> list[str]:
 
     `targets` is `all-linear`, or the last parts of module names separated by commas, as PEFT's `target_modules`.
     """
-    text = [name for name in spec.linears if spec.trains(name)]
+    text = spec.trained_linears
     if targets == "all-linear":
         return [name for name in text if name not in set(spec.unadapted)]
     names = [word.strip() for word in targets.split(",")]

@@ -132,7 +132,7 @@ def _trained_model_spec(source: Source, model: str | None, trust: str | None) ->
     if identity.get("model") == EMBEDDED:
         spec = dataclasses.replace(spec, name=EMBEDDED)
     if source.manifest:
-        if source.adapter != "none" or spec.frozen or spec.fixed:
+        if source.adapter != "none" or spec.frozen or spec.untrained:
             require_weights(spec)
         strategy = from_dict(Strategy, source.manifest.strategy)
         check_same(identify(spec, strategy, identity["data"]), identity, source.path)

@@ -20,7 +20,7 @@ from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
 from toolkit.engines.base import engine_of
-from toolkit.forecasting.prediction import check_type
+from toolkit.forecasting.prediction import CPU_NOTE, check_type
 from toolkit.forecasting.reasons import EQUAL, why_faster
 from toolkit.forecasting.search import FIELDS, OFFLOADED, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
@@ -123,14 +123,12 @@ class Plan(Result):
             shown,
             self._notes(len(shown)),
         )
+        batch = "the smallest micro-batch" + (", or at any for more devices" if self.ranked else "")
         alternatives = _table(
             "What fits with one change" if self.ranked else "What would fit",
             ("change", "sharding", "offload", *(costs or ("tokens/s",)), "need"),
             self.alternatives,
-            [
-                f"Each with its fastest sharding at the smallest micro-batch{', more devices at any' if self.ranked else ''}. "
-                "Plan again with the change for all of them."
-            ],
+            [f"Each with its fastest sharding at {batch}. Plan again with the change for all of them."],
         )
         rejected = _table("Rejected", (*COLUMNS, "why"), self.rejected) if self.whole else self._reasons_table()
         return [table for table in (ranked, alternatives, rejected) if table.rows]
@@ -183,27 +181,28 @@ class Plan(Result):
             rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 130, placeholder="…"), words, least))
         more = len(groups) - len(rows)
         note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
-        notes = (note, *(() if self.ranked else self.hardware.notes))
+        own = (CPU_NOTE,) if self.hardware.device.kind == "cpu" else ()
+        notes = (note, *(() if self.ranked else self.hardware.notes), *own)
         return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=notes)
 
     def _explanation(self) -> str:
         """Return why the best is first: what is faster with an offload, else the fastest of another sharding, the most like it."""
-        best, fastest = self.best, max(self.ranked, key=lambda one: one.speed)
+        best, fastest = self.best, max(self.ranked, key=lambda candidate: candidate.speed)
         if not best.speed:
             return "No speed of the device is known: this needs least."
         if fastest.speed > (1 + EQUAL) * best.speed:
             words = "{sharding} with offload {offload} is forecast at {tokens/s} tokens/s: not enough more to rely on."
             return words.format(**fastest.cells)
-        offloaded = all(one.strategy.offload != "none" for one in self.ranked)
+        offloaded = all(candidate.strategy.offload != "none" for candidate in self.ranked)
         reason = "Nothing fits without an offload." if offloaded else ""
         own = best.strategy.sharding
-        others = [one for one in self.ranked if one.strategy.sharding != own and one.speed]
+        others = [candidate for candidate in self.ranked if candidate.strategy.sharding != own and candidate.speed]
         if not others:
             return reason
-        speed, fields = max(one.speed for one in others), ("offload", "recompute", "batch")
+        speed, fields = max(candidate.speed for candidate in others), ("offload", "recompute", "batch")
         second = max(
-            (one for one in others if one.speed >= (1 - EQUAL) * speed),
-            key=lambda one: sum(one.cells[name] == best.cells[name] for name in fields),
+            (candidate for candidate in others if candidate.speed >= (1 - EQUAL) * speed),
+            key=lambda candidate: sum(candidate.cells[name] == best.cells[name] for name in fields),
         )
         assert best.forecast is not None, "what is ranked has a forecast"
         assert second.forecast is not None, "what is ranked has a forecast"

@@ -209,6 +209,8 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
 PROCESS = 300 * MiB
 """A CPU rank's own memory: Python with torch, transformers and DeepSpeed imported has 287 MiB that no other process shares."""
 
+CPU_NOTE = f"A rank has its share of the host's memory, less {format_bytes(PROCESS)} for Python itself."
+
 
 def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
@@ -223,7 +225,7 @@ def _uncertainties(job: Job) -> tuple[str, ...]:
     else:
         notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
     if job.device.kind == "cpu":
-        notes.append(f"A rank has its share of the host's memory, less {format_bytes(PROCESS)} for Python itself.")
+        notes.append(CPU_NOTE)
     if job.device.kind == "cuda":
         terms = "; ".join(f"{term}: {SOURCES[term]}" for term in context_memory(job, 0))
         notes.append(f"CUDA's own memory is estimated from other runs; `calibrate` takes this card's. {terms}.")

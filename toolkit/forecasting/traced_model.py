@@ -32,7 +32,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
     for name, stack in module_lists(model):
         if not any(type(layer).__name__ in spec.blocks for layer in stack.children()):
             continue
-        types = text_types if spec.trains(name) else None
+        types = text_types if spec.in_text(name) else None
         kinds_: list[Any] = []
         for index, layer in enumerate(stack.children()):
             shapes = tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())
@@ -44,6 +44,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
         layers = list(stack.children())
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
         if types and len(set(types)) > 1:  # models look their layers' types up by number
+            # The config is the trace's own.
             attribute = text.attribute_map.get("layer_types", "layer_types")
             kept_types = {attribute: [types[index] for index in kept_layers]}
             if isinstance(getattr(type(text), attribute, None), property):  # Jamba's follow from periods

@@ -75,7 +75,7 @@ def describe(
         name, source, config = type(model).__name__, None, model
         if isinstance(model, nn.Module):
             _check_language_model(name, model)
-            return dataclasses.replace(_spec(model, model.config, name=name, source=None), fixed=())  # by its user
+            return dataclasses.replace(_spec(model, model.config, name=name, source=None), untrained=())  # by its user
     values = config.to_dict()
     own = values.get("auto_map") if trust_remote_code else None
     if not own:
@@ -166,7 +166,7 @@ def _spec(
         unadapted=unadapted_names(linears, str(figures.get("model_type"))) if moe else (),
         unquantized=_unquantized(module, linears),
         frozen=frozen,
-        fixed=tuple(name for name, parameter in module.named_parameters() if not parameter.requires_grad),
+        untrained=tuple(name for name, parameter in module.named_parameters() if not parameter.requires_grad),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         copied=_copied(module) if moe else 0,
         tp_plan=dict(getattr(module, "tp_plan", None) or {}),

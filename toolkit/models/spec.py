@@ -93,12 +93,12 @@ class ModelSpec(Result):
     unquantized: tuple[str, ...] = field(default=(), repr=False)
     """Modules of `linears` that transformers does not quantize (T5's `wo`)."""
     buffer_bytes: int = 0
-    """Bytes of buffers, which every rank holds whole (GPT-Neo's masks)."""
+    """Bytes of buffers, which no sharding divides (GPT-Neo's masks)."""
     copied: int = 0
     """Elements that are copied while the model is written, to another form on the disk (one expert a tensor)."""
     frozen: tuple[str, ...] = ()
     """Modules and parameters outside of the text part (vision tower, projector). They are never trained."""
-    fixed: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
     """Parameters of the text part that the class itself does not train (ERNIE 4.5's bias of the router)."""
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     """transformers' tensor-parallel plan: module name, with `*` for a layer's number → style. Empty without a plan."""
@@ -120,14 +120,23 @@ class ModelSpec(Result):
         """Number of parameters, tied ones once."""
         return sum(parameter.elements for parameter in self.parameters)
 
-    def trains(self, name: str) -> bool:
-        """Return whether a parameter or module is trained: all of the model, or the text part."""
-        return name not in self.fixed and not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
+    def in_text(self, name: str) -> bool:
+        """Return whether a parameter or module is of the text part, which is all of most models."""
+        return not any(name == part or name.startswith(f"{part}.") for part in self.frozen)
+
+    def trains(self, parameter: str) -> bool:
+        """Return whether a parameter is trained where no adapter is."""
+        return parameter not in self.untrained and self.in_text(parameter)
+
+    @property
+    def trained_linears(self) -> list[str]:
+        """Names of the linear modules that are trained."""
+        return [name for name in self.linears if self.trains(f"{name}.weight")]
 
     @property
     def frozen_line(self) -> str:
         """Return the frozen part and its share of the model."""
-        size = sum(parameter.elements for parameter in self.parameters if not self.trains(parameter.name))
+        size = sum(parameter.elements for parameter in self.parameters if not self.in_text(parameter.name))
         more = f" and {len(self.frozen) - 4} more" if len(self.frozen) > 4 else ""
         return (
             f"{', '.join(self.frozen[:4])}{more}: {format_count(size)} parameters ({size / self.elements:.0%} of all)"
@@ -159,6 +168,7 @@ class ModelSpec(Result):
             "experts": moe
             and f"{moe.experts} a layer, {moe.active} active, in {moe.block}, computed by {moe.computed}",
             "frozen (not text)": self.frozen and self.frozen_line,
+            "not trained by its class": self.untrained and f"{len(self.untrained):,} tensors",
             "layers": f"{self.layers} x {', '.join(self.blocks)}",
             "hidden size": self.hidden,
             "attention heads": str(self.heads),

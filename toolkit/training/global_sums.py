@@ -32,7 +32,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         import torch
 
-        self._values = tensor.to("cpu", non_blocking=True)  # pinned memory (TensorConversions.cpp `pin_out`)
+        self._values = tensor.to("cpu", non_blocking=tensor.is_cuda)  # pinned memory (TensorConversions.cpp `pin_out`)
         self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def read(self) -> Any:

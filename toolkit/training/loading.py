@@ -342,6 +342,13 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
     if spec.frozen:
         notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
+    if job.strategy.adapter == "none":
+        in_fp32 = kept_in_fp32(model, _dtype(job.compute_dtype))
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if narrow := [name for name, parameter in trained if parameter.dtype.itemsize < 4 and in_fp32(name)]:
+            notes.append(
+                f"{len(narrow)} weights that {spec.architecture} keeps in fp32 are trained in {job.compute_dtype}"
+            )
     if spec.moe is not None:
         computed = text._experts_implementation or "eager"
         notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {computed}")

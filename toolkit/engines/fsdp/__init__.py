@@ -347,4 +347,5 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
         del whole, local
         # The last ranks' shards are copied to pad them (`reset_sharded_param`), so each is assigned before the next is read.
         module.load_state_dict({leaf: shard.to("cpu") if on_host else shard}, strict=False, assign=True)
+        del shard
     weights.close()
