@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "two ranks": ("train --sharding none --processes 2", ["one process", "'ddp'"]),
     "no rank": ("train --processes 0", ["processes 0", "at least 1"]),
     "less than no rank": ("compare --processes -1", ["processes -1", "at least 1"]),
+    "evaluated on no data": ("train --eval-every 2", ["eval_every 2", "--eval-data"]),
     "written for no rank": ("config --sharding ddp --processes 0", ["processes 0", "at least 1"]),
     "written for one rank": ("config --sharding ddp --processes 1", ["at least 2 ranks"]),
     "more ranks than GPUs": ("forecast --hardware 2xT4 --sharding ddp --processes 3", ["ranks 3", "at most 2"]),

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.config.flags import amount, validate
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import ToolkitError
 
 EMBEDDED = "embedded"
 """The name of the model and of the data that are used where none are named."""
@@ -59,6 +60,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.eval_every and not self.eval_data:
+            raise ToolkitError(
+                f"eval_every {self.eval_every}: expected data to evaluate. Give --eval-data, or leave it out."
+            )
 
     @property
     def checkpoints(self) -> bool:
