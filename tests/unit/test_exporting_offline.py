@@ -186,6 +186,11 @@ def test_shards_are_written_one_after_the_other_with_an_index(
         planned = model_files.ModelFiles(model, full_state(source.weights, model, spec))
     sizes = {name: tensor.nbytes for name, tensor in was.state.items()}
     assert max(sum(sizes[name] for name in group) for group in planned.groups) == max(sizes.values())
+    for name in ("gate_up_proj", "down_proj"):
+        fused = was.state[f"model.layers.0.mlp.experts.{name}"]
+        parts = planned._on_disk({f"model.layers.0.mlp.experts.{name}": fused})
+        assert len(parts) >= len(fused)
+        assert {part.untyped_storage().data_ptr() for part in parts.values()} == {fused.untyped_storage().data_ptr()}
 
 
 def test_a_tokenizer_with_two_chat_templates(lives: Lives, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from toolkit.core.units import dtype_name
 from toolkit.exporters.results import SavedTensor
 from toolkit.models import ModelSpec, copy_code, copy_processor
 from toolkit.models.files import SAFETENSORS_DTYPES
-from toolkit.models.hf_loading import auto_class, disk_tensors, freeze, kept_in_fp32, without_engine
+from toolkit.models.hf_loading import auto_class, disk_layouts, disk_tensors, freeze, kept_in_fp32, without_engine
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class ModelFiles:
     """A whole model's files. Their layout is computed first, so each tensor can be written to its place at any time.
 
     transformers' own conversion gives tensors their names and shapes on the disk (one expert a tensor, say). Tensors that a
-    conversion joins are in memory together.
+    conversion joins are in memory together, and twice unless they lie row below row in one.
     """
 
     def __init__(
@@ -161,13 +161,26 @@ class ModelFiles:
         import torch
 
         tensors = {name: self._entries[name].read().to(self._dtypes[name]) for name in group}
-        for name, tensor in disk_tensors(self._model, tensors).items():
+        for name, tensor in self._on_disk(tensors).items():
             path, offset = self._places[name]
             data = tensor.detach().contiguous()
             self.written[name] = SavedTensor.of(data)
             with _writing(path), path.open("r+b") as file:
                 file.seek(offset)
                 file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+
+    def _on_disk(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors as the files hold them: views, where they lie row below row in one, such as experts; else converted."""
+        import torch
+
+        views: dict[str, torch.Tensor] = {}
+        for name in tensors.keys() - self._metas.keys():
+            for layout in disk_layouts(self._model, name, tuple(tensors[name].shape)):
+                if all(part in self._metas and self._metas[part].shape == shape for part, shape in layout.items()):
+                    parts = torch.split(tensors.pop(name).reshape(-1), [*map(math.prod, layout.values())])
+                    views |= {part: data.view(layout[part]) for part, data in zip(layout, parts, strict=True)}
+                    break
+        return views | disk_tensors(self._model, tensors)
 
 
 def _create_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

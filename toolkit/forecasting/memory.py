@@ -143,8 +143,6 @@ def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: bool) -> N
     each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
     sizes = [state.elements * each for state in parameters_of(job) if state.trainable] if save else []
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
-    if job.spec and job.spec.copied:  # the disk has one expert a tensor
-        written += max(sizes, default=0)
     whole = trained_elements(job) * BYTES_OF[job.compute_dtype]
     cut = ranks if engine_of(job.strategy).expected_state(job).trainable < whole else 1
     piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0

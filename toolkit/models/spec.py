@@ -95,7 +95,7 @@ class ModelSpec(Result):
     buffer_bytes: int = 0
     """Bytes of buffers, which no sharding divides (GPT-Neo's masks)."""
     copied: int = 0
-    """Elements that are copied while the model is written, to another form on the disk (one expert a tensor)."""
+    """Elements that `save_pretrained` copies into another form for the disk (one expert a tensor)."""
     frozen: tuple[str, ...] = ()
     """Modules and parameters outside of the text part (vision tower, projector). They are never trained."""
     untrained: tuple[str, ...] = ()
