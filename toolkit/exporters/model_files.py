@@ -176,7 +176,8 @@ class ModelFiles:
         views: dict[str, torch.Tensor] = {}
         for name in tensors.keys() - self._metas.keys():
             for layout in disk_layouts(self._model, name, tuple(tensors[name].shape)):
-                if all(part in self._metas and self._metas[part].shape == shape for part, shape in layout.items()):
+                matches = [part in self._metas and self._metas[part].shape == shape for part, shape in layout.items()]
+                if len(matches) > 1 and all(matches):  # a lone tensor of another name may be permuted
                     parts = torch.split(tensors.pop(name).reshape(-1), [*map(math.prod, layout.values())])
                     views |= {part: data.view(layout[part]) for part, data in zip(layout, parts, strict=True)}
                     break
