@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import transformers
@@ -811,29 +809,55 @@ def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path, mo
         )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_processes_that_tokenize_end_with_their_parent(
-    number: signal.Signals, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
-    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
-    path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 200_000)
+ENDED = """
+import json, os, signal, sys, time
+import psutil, transformers
+import toolkit.data as data
+from toolkit.data import tokenization
+from toolkit.models import ModelSpec
+
+folder, path, spec, template = sys.argv[1:]
+tokenizer, spec = transformers.PreTrainedTokenizerFast.from_pretrained(folder), ModelSpec(**json.loads(spec))
+tokenization.PROCESS_BYTES, tokenization._cores = 1, lambda: 2
+
+def tokenize(interrupted_as_it_forks):
+    mine = os.getpid()
+    if interrupted_as_it_forks:
+        os.register_at_fork(after_in_parent=lambda: os.getpid() == mine and os.kill(mine, signal.SIGINT))
+    data.prepare_data(path, tokenizer, spec, seq_len=16, chat_template=template)
+
+def gone(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while not (found := true()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+for number, as_it_forks in ((signal.SIGKILL, False), (signal.SIGINT, False), (signal.SIGINT, True)):
     parent = os.fork()
     if not parent:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16, chat_template=TEMPLATE)
-        except KeyboardInterrupt:
-            os._exit(130)
+        os.setpgid(0, 0)
+        tokenize(as_it_forks)
         os._exit(1)
-    deadline = time.monotonic() + 200
-    while len(family := psutil.Process(parent).children(recursive=True)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(parent, number)
-    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == (130 if number == signal.SIGINT else -number)
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert alive == []
+    if not as_it_forks:
+        until(lambda: len(psutil.Process(parent).children()) == 2)
+        os.kill(parent, number)
+    ended = until(lambda: os.waitpid(parent, os.WNOHANG)[1])
+    print(json.dumps([os.waitstatus_to_exitcode(ended), until(lambda: gone(parent))]))
+"""
+
+
+def test_processes_that_tokenize_end_with_their_parent(tokenizer_folder: Path, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 20_000)
+    spec = json.dumps({field.name: getattr(LLAMA_SPEC, field.name) for field in fields(ModelSpec)})
+    done = python("-c", ENDED, tokenizer_folder, path, spec, TEMPLATE, code=0)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found == [[-signal.SIGKILL, True], [-signal.SIGINT, True], [-signal.SIGINT, True]], done.stderr
 
 
 # ---- order and batches

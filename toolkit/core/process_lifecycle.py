@@ -155,6 +155,15 @@ class StopSignal:
 
 
 @contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait until the block ends: what one interrupts between a fork and its hooks stays locked."""
+    with StopSignal() as stop:
+        yield
+    if stop.number is not None:
+        signal.raise_signal(stop.number)
+
+
+@contextlib.contextmanager
 def freed_at_once() -> Iterator[None]:
     """Let glibc return the memory of a freed tensor to the system at once.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import DataError
-from toolkit.core.process_lifecycle import begin_child
+from toolkit.core.process_lifecycle import begin_child, signals_held
 from toolkit.data.files import KINDS, Document
 from toolkit.data.ingestion import Contents, progress_bar
 
@@ -225,7 +225,8 @@ def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: i
     pool = ProcessPoolExecutor(processes, mp_context=fork, initializer=_start, initargs=work)
     try:
         for number in range(count):
-            ahead.append(pool.submit(_encode, number))
+            with signals_held():  # the first one forks
+                ahead.append(pool.submit(_encode, number))
             if len(ahead) == 2 * processes:
                 yield ahead.popleft().result()
         while ahead:
