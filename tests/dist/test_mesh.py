@@ -103,7 +103,10 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> N
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("deep llama", ("--processes", "2")), ("deep qwen3", ("--processes", "4", "--sharding", "fsdp"))],
+    [
+        ("deep llama", ("--processes", "2")),
+        ("deep qwen3", ("--processes", "4", "--sharding", "fsdp", "--save-every", "1")),
+    ],
 )
 def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words: tuple[str, ...]) -> None:
     """From the shell: a forecast made in a child process, against the peaks of all ranks."""

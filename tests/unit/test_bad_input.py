@@ -19,10 +19,14 @@ from programs import start
 
 from toolkit import cli
 from toolkit.config.run_config import RunConfig
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
+from toolkit.devices.machine import hardware
 from toolkit.run_folder.run_json import read_run_json
+from toolkit.training.preflight import run_preflight
 from toolkit.training.resumption import check_not_repeated
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}
@@ -220,6 +224,13 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it(
     assert cli.main(["resume", str(run.path), *words.split()]) == 2
     changes = "--model b (it was embedded) and --lr 0.5 (it was 0.001) and --sharding fsdp (it was zero3)"
     assert f" {changes} and --processes 4 (it was 2) would change nothing of it" in capsys.readouterr().err
+
+
+def test_fields_without_effect_are_named() -> None:
+    """Other rows of a comparison may need them."""
+    strategy, device = Strategy(lora_rank=8), hardware("1x cpu").device
+    [note] = run_preflight(RunConfig(), strategy, TrainConfig(), 1, device).notes
+    assert note == "lora_rank 8: without effect, since adapter is none"
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

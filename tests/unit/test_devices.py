@@ -38,7 +38,8 @@ def test_this_machine() -> None:
         assert machine.device.total_bytes >= torch.cuda.get_device_properties(0).total_memory
     else:
         assert (machine.device.kind, machine.count, machine.device.capability) == ("cpu", 1, None)
-        assert (machine.device.dtypes, machine.device.attentions) == (("fp32",), ("sdpa", "eager"))
+        half = ("fp16",) if torch.ops.mkldnn._is_mkldnn_fp16_supported() else ()
+        assert (machine.device.dtypes, machine.device.attentions) == (("fp32", *half), ("sdpa", "eager"))
         assert machine.device.total_bytes == machine.host_bytes
     assert machine.ranks == machine.count
     assert 0 < machine.host_free_bytes < machine.host_bytes <= psutil.virtual_memory().total

@@ -20,6 +20,7 @@ from transformers import LlavaConfig, OpenAIGPTConfig, T5Config
 
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
+from toolkit.config.run_config import RunConfig
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import ModelError
 from toolkit.core.units import GiB
@@ -543,7 +544,7 @@ def test_what_a_run_does_not_save_is_not_forecast() -> None:
     strategy, train_config = Strategy(sharding="fsdp", precision="bf16"), TrainConfig(micro_batch=1, seq_len=16)
     spec = describe(config("llama", 4))
 
-    def saving(**options: bool) -> int:
+    def saving(**options: Any) -> int:
         return forecast(spec, strategy, hardware("2x cpu"), train_config, **options).phases["save"]
 
     between_steps = saving(save=False, checkpoints=False)
@@ -552,6 +553,17 @@ def test_what_a_run_does_not_save_is_not_forecast() -> None:
     job = resolve(strategy, train_config, spec, 2, hardware("2x cpu").device)
     assert saving(save=False) == between_steps + checkpoint_bytes(job) // 2 == saving()
     assert between_steps < saving(checkpoints=False) < saving()
+
+
+def test_cpu_ranks_hold_a_snapshot_from_the_first_checkpoint_on() -> None:
+    strategy, train_config = Strategy(sharding="fsdp"), TrainConfig(micro_batch=1, seq_len=16)
+    spec, machine = describe(config("llama", 4)), hardware("2x cpu")
+    counts = [RunConfig(save_every=save_every).count_checkpoints(10) for save_every in (0, 10, 9, 1)]
+    assert (counts, RunConfig(save_seconds=0).count_checkpoints(10)) == ([1, 1, 2, 10], 0)
+    one, several = (forecast(spec, strategy, machine, train_config, checkpoints=count) for count in (1, 2))
+    snapshot = checkpoint_bytes(resolve(strategy, train_config, spec, 2, machine.device)) // 2
+    added = {phase: several.phases[phase] - one.phases[phase] for phase in one.phases}
+    assert added == {"load": 0, "prepare": 0, "forward": snapshot, "backward": snapshot, "step": snapshot, "save": 0}
 
 
 def test_flags_of_a_forecast_say_what_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,12 +207,13 @@ def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypa
             assert result.operations / result.timing.step_seconds / 1e12 == pytest.approx(run.tflops, rel=0.25)
 
 
-def test_a_pcie_board_has_no_nvlink_and_a_slower_chip_is_in_no_row() -> None:
+def test_a_pcie_board_has_no_nvlink_and_another_chip_is_in_no_row() -> None:
     assert card_of("NVIDIA A100-SXM4-80GB", 80 * GiB) == CARDS["A100-80GB"]
     board = card_of("NVIDIA A100-PCIE-40GB", 40 * GiB)
     assert (board.peer, board.tflops_half) == (CARDS["A100-40GB"].host, CARDS["A100-40GB"].tflops_half)
-    for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU"):
-        assert card_of(slower, 80 * GiB) is None, slower
+    consumer = ("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU")
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", *consumer):
+        assert card_of(other, 80 * GiB) is None, other
 
 
 def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wait_for_the_disk() -> None:

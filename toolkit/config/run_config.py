@@ -70,6 +70,10 @@ class RunConfig:
         """Whether the run writes any, which it also does at its end and at a stop."""
         return bool(self.save_every or self.save_seconds)
 
+    def count_checkpoints(self, steps: int) -> int:
+        """Return the number of checkpoints that `steps` steps write, apart from those that come by time."""
+        return (1 + (steps - 1) // self.save_every if self.save_every else 1) if self.checkpoints else 0
+
 
 SECTIONS: Mapping[str, type[Any]] = {"run_config": RunConfig, "strategy": Strategy, "train_config": TrainConfig}
 """Key in `run.json` → the dataclass of its fields."""

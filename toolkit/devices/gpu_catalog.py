@@ -101,10 +101,11 @@ def card_key(name: str, word: str) -> str:
 def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     """Return the card for a driver's name (`"NVIDIA A100-SXM4-80GB"`) and the nearest memory; None if unknown.
 
-    On a PCIe board of Volta or Ampere the same chip has no NVLink. Hopper's PCIe boards and laptops have slower chips, in no row.
+    On a PCIe board of Volta or Ampere the same chip has no NVLink. Hopper's PCIe boards, laptops and cards named Ti, Super or D
+    have other chips, in no row.
     """
     tokens = set(re.split(r"[\s_-]+", driver.upper()))
-    if tokens & {"NVL", "LAPTOP"} or tokens >= {"H100", "PCIE"}:
+    if tokens & {"NVL", "LAPTOP", "TI", "SUPER", "D"} or tokens >= {"H100", "PCIE"}:
         return None
     matches = [
         card

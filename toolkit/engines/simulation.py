@@ -50,8 +50,8 @@ class Simulation:
     """The trace over the whole depth."""
     ledger: Ledger
     rank: int
-    checkpoints: bool
-    """Whether any are written."""
+    checkpoints: int
+    """Those that the run writes."""
 
     @cached_property
     def state(self) -> StateMemory:
@@ -113,6 +113,8 @@ class Simulation:
             self.ledger.enter("forward")
             if number == 0:
                 self.ledger.hold("workspace", blas_workspaces(self.job))
+                if self.checkpoints > 1 and self.ledger.shared:  # the snapshot of the one before this step
+                    self.ledger.hold("workspace", checkpoint_bytes(self.job) // self.job.ranks)
             backward = False
             for rise, net, logits_rise, logits_net, what, size, name, *_ in self.step:
                 self.ledger.walk(rise, net, logits_rise, logits_net)

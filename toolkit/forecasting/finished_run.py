@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.config.flags import from_dict
-from toolkit.config.run_config import EMBEDDED
+from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
@@ -42,8 +42,8 @@ class FinishedRun:
     """The run's machine; None for a run without a forecast."""
     save: bool
     """Whether it exported its result."""
-    checkpoints: bool
-    """Whether it wrote checkpoints."""
+    checkpoints: int
+    """`RunConfig.count_checkpoints`."""
     phases: Mapping[str, int] | None
     """Phase → the highest bytes of a rank; None where it measured nothing."""
     why: str
@@ -66,14 +66,16 @@ def read_finished_run(run: str | Path) -> FinishedRun:
     """
     with open_finished_run(Path(run)) as (about, memory, _):
         measured, forecast, run_config = memory["measured"], memory["forecast"], about["run_config"]
+        saves = RunConfig(**{name: run_config.get(name, 0) for name in ("save_every", "save_seconds")})
+        train_config = from_dict(TrainConfig, about["train_config"])
         return FinishedRun(
             model=run_config.get("model", EMBEDDED),
             strategy=from_dict(Strategy, about["strategy"]),
-            train_config=from_dict(TrainConfig, about["train_config"]),
+            train_config=train_config,
             ranks=about["ranks"],
             hardware=_hardware(forecast["hardware"]) if forecast else None,
             save=bool(run_config.get("save", True)),
-            checkpoints=bool(run_config.get("save_every") or run_config.get("save_seconds")),
+            checkpoints=saves.count_checkpoints(train_config.steps),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "no reason is recorded",
             dtypes=memory["audits"][0]["measured"]["dtypes"],

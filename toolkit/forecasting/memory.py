@@ -76,7 +76,7 @@ def whole_step(job: Job, trace: Trace) -> list[Segment]:
     return _spread(trace, BLOCK[job.device.kind], engine_of(job.strategy))
 
 
-def fused_peak(job: Job, trace: Trace, *, save: bool, checkpoints: bool) -> int:
+def fused_peak(job: Job, trace: Trace, *, save: bool, checkpoints: int) -> int:
     """Return the peak with a fused loss, which computes logits in chunks: Liger (Hsu et al. 2024), CCE (Wijmans et al. 2024).
 
     It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
@@ -103,7 +103,7 @@ def replay(
     step: Sequence[Segment],
     *,
     save: bool = True,
-    checkpoints: bool,
+    checkpoints: int,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
     """Simulate the memory of the fullest rank, from its start to the saved result.
@@ -113,7 +113,7 @@ def replay(
         trace: of its model.
         step: from `whole_step`.
         save: whether the result is exported.
-        checkpoints: whether any are written.
+        checkpoints: those that are written.
         kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
     engine = engine_of(job.strategy)
@@ -133,7 +133,7 @@ def replay(
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
-def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: bool) -> None:
+def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: int) -> None:
     """Simulate a checkpoint's snapshot on every rank, and the export on rank 0.
 
     A model is written tensor by tensor, an adapter at once. On a GPU both go to the host. Other ranks send their shards in pieces
@@ -148,6 +148,8 @@ def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: bool) -> N
     piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
         snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
+        if checkpoints > 1:
+            ledger.hold("workspace", -snapshot)  # of the checkpoint before
         ledger.touch("workspace", max(written + piece, snapshot))
     else:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))

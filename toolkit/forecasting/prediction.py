@@ -36,7 +36,7 @@ def forecast(
     ranks: int | None = None,
     one_document: bool = False,
     save: bool = True,
-    checkpoints: bool = True,
+    checkpoints: int = 1,
     allow_unquantized: bool = False,
     advice: bool = True,
 ) -> Forecast:
@@ -49,8 +49,9 @@ def forecast(
         train_config: batch and lengths.
         ranks: processes; by default `default_ranks`.
         one_document: every row holds one document and no padding, so attention needs no mask.
-        save, checkpoints: whether the run exports its result, and writes checkpoints. A checkpoint needs a snapshot, an export
-            copies on rank 0.
+        save: whether the run exports its result. Rank 0 needs copies.
+        checkpoints: those that the run writes; 0 or False: none. Each is copied to host memory first; from the first one on,
+            CPU ranks hold that snapshot in every step.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
         advice: whether to search for the smallest change that fits, if this does not fit.
 
@@ -63,7 +64,7 @@ def forecast(
     assert job.spec is not None
     if job.strategy.quantized:
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
-    saves = {"save": save, "checkpoints": checkpoints}
+    saves: dict[str, Any] = {"save": save, "checkpoints": checkpoints}
     result = forecast_job(job, machine, one_document=one_document, others=True, **saves)
     # Without logits at the peak, a fused loss changes nothing.
     logits = result.parts["logits"]
@@ -121,7 +122,7 @@ def check_type(name: str, value: Any, kind: type[Any]) -> None:
         raise StrategyError(f"{name} {value!r}: expected {kind.__name__}. See help(toolkit.{kind.__name__}).")
 
 
-def _with_advice(forecast: Forecast, job: Job, **options: bool) -> Forecast:
+def _with_advice(forecast: Forecast, job: Job, **options: Any) -> Forecast:
     """Add the smallest change that fits: single ones first, then several together. `options` are those of `forecast_job`."""
     assert job.spec is not None
     for change in _smaller_requests(forecast):
@@ -170,16 +171,16 @@ def forecast_job(
     *,
     one_document: bool = False,
     save: bool = True,
-    checkpoints: bool = True,
+    checkpoints: int = 1,
     others: bool = False,
 ) -> Forecast:
-    """Forecast a job; `save`, `checkpoints`: whether it exports its result and writes checkpoints; `others`: as in `traced`."""
+    """Forecast a job; `save` and `checkpoints` as in `forecast`; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
     result = build_forecast(job, machine, step, replay(job, trace, step, save=save, checkpoints=checkpoints))
     if checkpoints and result.host_lacks:
-        bare: Ledger = replay(job, trace, step, save=save, checkpoints=False)
+        bare: Ledger = replay(job, trace, step, save=save, checkpoints=0)
         without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
         result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
     return result

@@ -218,6 +218,10 @@ class Forecast(Result):
         phases = [(phase, format_bytes(self.phases[phase])) for phase in PHASES if phase in self.phases]
         where = f"{self.ranks} x {self.hardware.device.name}"
         title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
+        strategy, train_config = self.strategy, self.train_config
+        request = {name: value for name in ("offload", "adapter") if (value := getattr(strategy, name)) != "none"}
+        request |= {name: getattr(strategy, name) for name in ("precision", "attention", "activation_checkpointing")}
+        request |= {name: getattr(train_config, name) for name in ("micro_batch", "seq_len", "accumulation")}
         fused = self.fused_bytes if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes else None
         mfu = self.timing.mfu if self.timing else None
         figures = {
@@ -237,6 +241,7 @@ class Forecast(Result):
                 title=title,
                 columns=("part", "bytes"),
                 rows=[(part, format_bytes(size)) for part, size in parts.items() if size],
+                notes=(f"With {', '.join(f'{name} {value}' for name, value in request.items())}.",),
             ),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
             Table(title="A step", columns=("figure", "value"), rows=rows, notes=self.unknown),

@@ -199,18 +199,23 @@ class Search:
 
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
         """Return those that fit, ordered by `rank_key`, and the rejected ones."""
+        from tqdm import tqdm
+
         ranked: list[Candidate] = []
         rejected: list[Candidate] = []
         smallest, *larger = _micro_batches(self.train_config, self.global_batch // self.data_ranks)
         open_strategies = [*self._strategies()]
         for train_configs in ([smallest], larger):
-            self._trace_ahead(open_strategies, train_configs)
-            for strategy, train_config in itertools.product(tuple(open_strategies), train_configs):
-                if strategy in open_strategies:
-                    candidate = self._candidate(strategy, train_config)
-                    (rejected if candidate.reason else ranked).append(candidate)
-                    if candidate.forecast is not None and candidate.reason:
-                        open_strategies.remove(strategy)  # a larger micro-batch needs more
+            requests = [*itertools.product(open_strategies, train_configs)]
+            with tqdm(total=len(requests), desc="forecasting", leave=False, disable=None) as bar:  # only on a terminal
+                self._trace_ahead(open_strategies, train_configs)
+                for strategy, train_config in requests:
+                    bar.update()
+                    if strategy in open_strategies:
+                        candidate = self._candidate(strategy, train_config)
+                        (rejected if candidate.reason else ranked).append(candidate)
+                        if candidate.forecast is not None and candidate.reason:
+                            open_strategies.remove(strategy)  # a larger micro-batch needs more
         return sorted(ranked, key=rank_key), rejected
 
     def fastest_smallest(self) -> Candidate | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.flags import differing
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -53,7 +54,7 @@ class Preflight:
     unforecast: str | None = None
     """The reason for a missing forecast."""
     notes: tuple[str, ...] = ()
-    """The files of a folder that are data, and the files that are left out."""
+    """The files of a folder that are data and those that are left out; fields without effect."""
 
     @property
     def rank_environment(self) -> dict[str, str]:
@@ -134,6 +135,9 @@ def run_preflight(
             attention=resolved.strategy.attention,
         )
         notes += [f"{name}: {each.source.summary}"] if each.source.summary else []
+    if prepared is None and strategy.adapter == "none":
+        unused = {name: value for name, value in differing(strategy).items() if name.startswith("lora_")}
+        notes += [f"{name} {value}: without effect, since adapter is none" for name, value in unused.items()]
     data = rows["data"]
     assert data is not None, "the data were prepared by the parent, or read here"
     check_batch(data, resolved.train_config, dp_size=resolved.parallelism.dp_size)
@@ -152,7 +156,7 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
                 preflight.rows, preflight.job.train_config, dp_size=preflight.job.parallelism.dp_size
             ),
             save=run_config.save,
-            checkpoints=run_config.checkpoints,
+            checkpoints=run_config.count_checkpoints(preflight.job.train_config.steps),
         )
         return dataclasses.replace(preflight, forecast=result)
     except Exception as error:  # a run trains without a forecast, too
