@@ -72,7 +72,9 @@ class RunConfig:
 
     def count_checkpoints(self, steps: int) -> int:
         """Return the number of checkpoints that `steps` steps write, apart from those that come by time."""
-        return (1 + (steps - 1) // self.save_every if self.save_every else 1) if self.checkpoints else 0
+        if not self.checkpoints:
+            return 0
+        return 1 + (steps - 1) // self.save_every if self.save_every else 1
 
 
 SECTIONS: Mapping[str, type[Any]] = {"run_config": RunConfig, "strategy": Strategy, "train_config": TrainConfig}

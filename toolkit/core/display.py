@@ -1,12 +1,13 @@
-"""Tables as text and as HTML, by the templates in this folder. `Result`: the base class of results that show themselves."""
+"""Tables as text and as HTML, by the templates in this folder; progress bars; `Result`, which shows itself by them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -174,3 +175,12 @@ def _environment() -> Any:
 
     folder = FileSystemLoader(Path(__file__).with_name("templates"))
     return Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
+
+
+@contextlib.contextmanager
+def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
+    """Show a progress bar on a terminal if the work takes longer than two seconds."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=name, unit=unit, unit_scale=True, delay=2, disable=None, leave=False) as bar:
+        yield bar

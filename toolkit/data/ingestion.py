@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.cache import cache_folder, keep
+from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.data.files import Document, documents
 from toolkit.data.sources import Source, find_source
@@ -66,15 +67,6 @@ def cache_errors(folder: Path) -> Iterator[None]:
             f"the cache {folder} cannot be written: {error.strerror or error}. Free some space there, or set"
             " XDG_CACHE_HOME to another folder."
         ) from error
-
-
-@contextlib.contextmanager
-def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
-    """Show a progress bar on a terminal if the work takes longer than two seconds."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=name, unit=unit, unit_scale=True, delay=2, disable=None, leave=False) as bar:
-        yield bar
 
 
 def _cached_contents(origin: Source, entry: Path) -> Contents | None:

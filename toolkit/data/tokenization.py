@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import expand_user
+from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child, signals_held
 from toolkit.data.files import KINDS, Document
-from toolkit.data.ingestion import Contents, progress_bar
+from toolkit.data.ingestion import Contents
 
 BATCH = 64
 """Texts that are given to the tokenizer at once: it works on them in parallel."""

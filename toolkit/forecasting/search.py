@@ -16,6 +16,7 @@ from toolkit.config.flags import spell
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import progress_bar
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import ceil_div, format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
@@ -199,15 +200,13 @@ class Search:
 
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
         """Return those that fit, ordered by `rank_key`, and the rejected ones."""
-        from tqdm import tqdm
-
         ranked: list[Candidate] = []
         rejected: list[Candidate] = []
         smallest, *larger = _micro_batches(self.train_config, self.global_batch // self.data_ranks)
         open_strategies = [*self._strategies()]
         for train_configs in ([smallest], larger):
             requests = [*itertools.product(open_strategies, train_configs)]
-            with tqdm(total=len(requests), desc="forecasting", leave=False, disable=None) as bar:  # only on a terminal
+            with progress_bar("forecasting", len(requests), "") as bar:
                 self._trace_ahead(open_strategies, train_configs)
                 for strategy, train_config in requests:
                     bar.update()
