@@ -20,7 +20,7 @@ from toolkit.engines.records import on_device
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, trace_configs, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
@@ -69,7 +69,9 @@ def forecast(
     # Without logits at the peak, a fused loss changes nothing.
     logits = result.parts["logits"]
     fused = fused_peak(job, traced(job, masked=not one_document), **saves) if logits else result.peak_bytes
-    result = dataclasses.replace(result, fused_bytes=fused)
+    masked = any(config.masked for config in trace_configs(job, masked=not one_document))
+    notes = (MASK_NOTE,) if masked else ()
+    result = dataclasses.replace(result, fused_bytes=fused, unknown=(*notes, *result.unknown))
     return result if result.fits or not advice else _with_advice(result, job, one_document=one_document, **saves)
 
 
@@ -209,6 +211,11 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
 
 PROCESS = 300 * MiB
 """A CPU rank's own memory: Python with torch, transformers and DeepSpeed imported has 287 MiB that no other process shares."""
+
+MASK_NOTE = (
+    "Attention is counted with a mask, which rows of several documents or with padding need. "
+    "Rows of one document each need none: long ones take less (--one-document)."
+)
 
 CPU_NOTE = f"A rank has its share of the host's memory, less {format_bytes(PROCESS)} for Python itself."
 
