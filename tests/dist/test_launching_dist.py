@@ -41,7 +41,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     assert run.progress.steps == 4000
     assert len(run.progress.bytes_per_rank) == 2
     assert run.progress.tokens_per_second
-    assert "sharding ddp on 2 cpu rank(s)" in run.logs(0)
+    assert "sharding ddp, ranks 2 (cpu)" in run.logs(0)
     assert "running" in run._repr_html_()
     assert [one["status"] for one in tk.runs(tmp_path).entries] == ["running"]
     with pytest.raises(RunError, match="holds a run already"):

@@ -158,7 +158,7 @@ def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None
             before, since = size, time.monotonic()
         if time.monotonic() - since > patience:
             raise CheckpointError(
-                f"no file of rank(s) {', '.join(map(str, missing))} in {partial} after {patience:g} s. All hosts "
+                f"no file of ranks {', '.join(map(str, missing))} in {partial} after {patience:g} s. All hosts "
                 "have to see one run folder: choose one on a shared disk with --run-dir."
             )
         time.sleep(_POLL)

@@ -16,9 +16,9 @@ from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.states import (
     SNAPSHOT_CHUNK,
     State,
-    checkpoint_bytes,
     packed_names,
     parameters_of,
+    snapshot_bytes,
     trained_elements,
 )
 from toolkit.engines.traces import Segment, Trace
@@ -95,7 +95,7 @@ class Simulation:
         self.keep("optimizer", self.state.optimizer or 0)
         if self.checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
             # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
-            chunks, rest = divmod(checkpoint_bytes(self.job) // self.job.ranks, SNAPSHOT_CHUNK)
+            chunks, rest = divmod(snapshot_bytes(self.job), SNAPSHOT_CHUNK)
             self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
 
     def train(self, moves: Moves) -> None:
@@ -114,7 +114,7 @@ class Simulation:
             if number == 0:
                 self.ledger.hold("workspace", blas_workspaces(self.job))
                 if self.checkpoints > 1 and self.ledger.shared:  # the snapshot of the one before this step
-                    self.ledger.hold("workspace", checkpoint_bytes(self.job) // self.job.ranks)
+                    self.ledger.hold("workspace", snapshot_bytes(self.job))
             backward = False
             for rise, net, logits_rise, logits_net, what, size, name, *_ in self.step:
                 self.ledger.walk(rise, net, logits_rise, logits_net)

@@ -130,6 +130,11 @@ def checkpoint_bytes(job: Job) -> int:
     return trained * BYTES_OF[job.weight_dtype] + optimizer_bytes(job, trained)
 
 
+def snapshot_bytes(job: Job) -> int:
+    """Return the bytes of a rank's share of a checkpoint, which it copies to host memory before a thread writes it."""
+    return checkpoint_bytes(job) // job.ranks
+
+
 def optimizer_bytes(job: Job, elements: int) -> int:
     """Return the bytes of the optimizer's states of so many trained elements."""
     return elements * sum(BYTES_OF[state.dtype or job.weight_dtype] for state in job.optimizer.states)

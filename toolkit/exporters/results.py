@@ -238,7 +238,7 @@ def rows_of(
     fields = [f"{name} {value}" for name, value in strategy.items() if value != default[name] and name != "sharding"]
     batch = train_config["micro_batch"] * train_config["accumulation"] * parallelism.dp_size
     return {
-        "strategy": ", ".join([f"sharding {strategy['sharding']} on {parallelism.ranks} rank(s)", *fields]),
+        "strategy": ", ".join([f"sharding {strategy['sharding']}, ranks {parallelism.ranks}", *fields]),
         "steps": steps,
         "global batch": f"{batch} sequences of {train_config['seq_len']} tokens",
         "optimizer": f"{train_config['optimizer']}, learning rate {train_config['lr']:g}, {train_config['warmup']} steps of warmup",

@@ -16,7 +16,7 @@ from toolkit.engines.base import Engine, engine_of
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import SEND_CHUNK, checkpoint_bytes, parameters_of, trained_elements
+from toolkit.engines.states import SEND_CHUNK, parameters_of, snapshot_bytes, trained_elements
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.forecasting.traces import split_segments, trace_of
 
@@ -147,7 +147,7 @@ def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: int) -> No
     cut = ranks if engine_of(job.strategy).expected_state(job).trainable < whole else 1
     piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
-        snapshot = checkpoint_bytes(job) // job.ranks if checkpoints else 0
+        snapshot = snapshot_bytes(job) if checkpoints else 0
         if checkpoints > 1:
             ledger.hold("workspace", -snapshot)  # of the checkpoint before
         ledger.touch("workspace", max(written + piece, snapshot))

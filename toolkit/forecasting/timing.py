@@ -14,7 +14,7 @@ from toolkit.devices.machine import Hardware
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
-from toolkit.engines.states import checkpoint_bytes
+from toolkit.engines.states import snapshot_bytes
 from toolkit.engines.traces import Segment
 
 FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
@@ -145,7 +145,7 @@ def checkpoint_stall(job: Job, machine: Hardware) -> float:
 
     On a GPU machine offloaded states are not copied: steps wait until all ranks of a node have written them.
     """
-    share = checkpoint_bytes(job) / job.ranks
+    share = snapshot_bytes(job)
     if job.strategy.offload != "none" or job.device.card is None:
         rate = HOST if job.device.kind == "cpu" else DISK
         return share * min(job.ranks, machine.count) / (rate * 1e9)

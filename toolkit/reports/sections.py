@@ -165,7 +165,7 @@ def _audit(run: Report) -> Section:
     if not audits:
         words = "A finished run has the memory of each rank in memory.json; this run has no such file."
         return Section(title="Audit", words=words)
-    words = f"Audited after the first step: {audits[0]['engine']} on {audits[0]['ranks']} rank(s)."
+    words = f"Audited after the first step: {audits[0]['engine']}, ranks {audits[0]['ranks']}."
     return Section(title="Audit", words=words, tables=[_state_table(audits), _dtype_table(audits[0])])
 
 

@@ -306,8 +306,8 @@ def _headline(job: Job) -> str:
     strategy, spec = job.strategy, job.spec
     assert spec is not None, "the preflight describes the model"
     return (
-        f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label} on {job.ranks} "
-        f"{job.device.kind} rank(s); precision {strategy.precision}, attention {strategy.attention}, "
+        f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label}, ranks {job.ranks} ({job.device.kind}); "
+        f"precision {strategy.precision}, attention {strategy.attention}, "
         f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {job.train_config.lr:g}; "
         f"computes {engine_of(strategy).compute_note(job)}"
     )
