@@ -136,7 +136,7 @@ def forecast_batch(run: Largest, micro_batch: int) -> Forecast:
     machine = tk.hardware(run.hardware, ARTICLE_HOST)
     step = tk.TrainConfig(micro_batch=micro_batch, seq_len=run.seq_len)
     job = resolve(run.strategy, step, tk.describe(run.config), machine.ranks, machine.device)
-    return forecast_job(job, machine, one_document=True, checkpoints=False)
+    return forecast_job(job, machine, one_document=True, num_checkpoints=0)
 
 
 def largest_batch(run: Largest) -> int:

@@ -845,10 +845,10 @@ for number, as_it_forks in ((signal.SIGKILL, False), (signal.SIGINT, False), (si
         tokenize(as_it_forks)
         os._exit(1)
     if not as_it_forks:
-        until(lambda: len(psutil.Process(parent).children()) == 2)
+        assert until(lambda: len(psutil.Process(parent).children()) == 2)
         os.kill(parent, number)
     ended = until(lambda: os.waitpid(parent, os.WNOHANG)[1])
-    print(json.dumps([os.waitstatus_to_exitcode(ended), until(lambda: gone(parent))]))
+    print(json.dumps([os.waitstatus_to_exitcode(ended), until(lambda: gone(parent))]), flush=True)
 """
 
 

@@ -516,7 +516,7 @@ def test_a_replay_that_heeds_fewer_events_finds_the_same(sharding: str) -> None:
     trace = memory.traced(job, masked=True)
     few, all_of_them = memory.whole_step(job, trace), split_segments(trace)
     assert len(few) <= len(all_of_them)
-    one, other = (memory.replay(job, trace, step, checkpoints=True) for step in (few, all_of_them))
+    one, other = (memory.replay(job, trace, step, num_checkpoints=1) for step in (few, all_of_them))
     assert one.phases == other.phases
 
 
@@ -526,7 +526,7 @@ def test_gradients_larger_than_zero2s_bucket_stay_until_the_backward_ends() -> N
     strategy = Strategy(sharding="zero2", precision="bf16", bucket_elements=1)
     job = resolve(strategy, TrainConfig(micro_batch=1, seq_len=16), spec, 2, hardware("2x cpu").device)
     trace = memory.traced(job, masked=False)
-    ledger = memory.replay(job, trace, memory.whole_step(job, trace), save=False, checkpoints=False, kind=LedgerHistory)
+    ledger = memory.replay(job, trace, memory.whole_step(job, trace), save=False, num_checkpoints=0, kind=LedgerHistory)
     assert ledger.highest["backward"]["gradients"] == pytest.approx((4 + 2) * spec.elements / 2, rel=0.1)
 
 
@@ -540,7 +540,7 @@ def test_gloos_copy_of_reduced_gradients_is_gone_after_the_all_reduce_between_gr
         job = resolve(strategy, TrainConfig(micro_batch=1, seq_len=16), spec, 2 * groups, machine.device)
         trace = memory.traced(job, masked=False)
         step = memory.whole_step(job, trace)
-        peaks.append(memory.replay(job, trace, step, save=False, checkpoints=False).phases["backward"])
+        peaks.append(memory.replay(job, trace, step, save=False, num_checkpoints=0).phases["backward"])
     assert peaks[1] < peaks[0]
 
 
@@ -564,12 +564,12 @@ def test_what_a_run_does_not_save_is_not_forecast() -> None:
     def saving(**options: Any) -> int:
         return forecast(spec, strategy, hardware("2x cpu"), train_config, **options).phases["save"]
 
-    between_steps = saving(save=False, checkpoints=False)
-    kept = forecast(spec, strategy, hardware("2x cpu"), train_config, save=False, checkpoints=False).parts
+    between_steps = saving(save=False, num_checkpoints=0)
+    kept = forecast(spec, strategy, hardware("2x cpu"), train_config, save=False, num_checkpoints=0).parts
     assert between_steps == kept["parameters"] + kept["optimizer"] + spec.buffer_bytes
     job = resolve(strategy, train_config, spec, 2, hardware("2x cpu").device)
     assert saving(save=False) == between_steps + checkpoint_bytes(job) // 2 == saving()
-    assert between_steps < saving(checkpoints=False) < saving()
+    assert between_steps < saving(num_checkpoints=0) < saving()
 
 
 def test_cpu_ranks_hold_a_snapshot_from_the_first_checkpoint_on() -> None:
@@ -577,7 +577,9 @@ def test_cpu_ranks_hold_a_snapshot_from_the_first_checkpoint_on() -> None:
     spec, machine = describe(config("llama", 4)), hardware("2x cpu")
     counts = [RunConfig(save_every=save_every).count_checkpoints(10) for save_every in (0, 10, 9, 1)]
     assert (counts, RunConfig(save_seconds=0).count_checkpoints(10)) == ([1, 1, 2, 10], 0)
-    one, several = (forecast(spec, strategy, machine, train_config, checkpoints=count) for count in (1, 2))
+    resumed = [RunConfig(save_every=4).count_checkpoints(10, start) for start in (0, 3, 4, 8, 9)]
+    assert resumed == [3, 3, 2, 1, 1]
+    one, several = (forecast(spec, strategy, machine, train_config, num_checkpoints=count) for count in (1, 2))
     snapshot = checkpoint_bytes(resolve(strategy, train_config, spec, 2, machine.device)) // 2
     added = {phase: several.phases[phase] - one.phases[phase] for phase in one.phases}
     assert added == {"load": 0, "prepare": 0, "forward": snapshot, "backward": snapshot, "step": snapshot, "save": 0}

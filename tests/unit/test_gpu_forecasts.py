@@ -124,7 +124,7 @@ def test_a_causal_kernel_leaves_half_of_its_products_out() -> None:
 def test_cublas_keeps_a_workspace_for_each_thread(card: str, each: int) -> None:
     job = small(card=card)
     trace = traced(job, masked=False)
-    ledger = replay(job, trace, whole_step(job, trace), checkpoints=False, kind=Ledger)
+    ledger = replay(job, trace, whole_step(job, trace), num_checkpoints=0, kind=Ledger)
     assert ledger.held["workspace"] == 2 * each
 
 
@@ -135,9 +135,9 @@ def test_workspaces_come_with_the_first_product_and_stay(sharding: str, monkeypa
     job = resolve(strategy, dataclasses.replace(one.train_config, accumulation=2), one.spec, 2, one.device)
     trace = traced(job, masked=False)
     step = whole_step(job, trace)
-    known = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
+    known = replay(job, trace, step, num_checkpoints=0, kind=Ledger).phases
     monkeypatch.setattr(simulation, "blas_workspaces", lambda job: 0)
-    without = replay(job, trace, step, checkpoints=False, kind=Ledger).phases
+    without = replay(job, trace, step, num_checkpoints=0, kind=Ledger).phases
     more = {phase: known[phase] - without[phase] for phase in known}
     assert more == {"load": 0, "prepare": 0} | dict.fromkeys(("forward", "backward", "step", "save"), 64 * MiB)
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_of_offloaded_states_takes_no_second_copy_and_the_steps_wai
 
     def forecasts(**words: str) -> tuple[Any, Any]:
         job = resolve(Strategy(precision="bf16", **words), train_config, spec, 8, machine.device)
-        return forecast_job(job, machine), forecast_job(job, machine, checkpoints=False)
+        return forecast_job(job, machine), forecast_job(job, machine, num_checkpoints=0)
 
     for sharding, offload in (("fsdp", "cpu"), ("zero3", "optimizer"), ("zero3", "cpu")):
         saved, unsaved = forecasts(sharding=sharding, offload=offload)

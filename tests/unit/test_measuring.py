@@ -117,12 +117,46 @@ print(json.dumps(said))
 """
 
 
+SNAPSHOTS = """
+import json, sys
+from toolkit import measurement
+from toolkit.core.phases import phase
+
+window = measurement.start("cpu")
+import torch
+
+snapshot = None
+for step in range(1, 9):
+    with phase("forward"):
+        torch.ones(3 * 2**18)
+    with phase("step"):
+        torch.ones(2 * 2**18)
+    window.step_done(step)
+    if step % int(sys.argv[1]) == 0:
+        with window.saving("checkpoint"):
+            snapshot = None
+            snapshot = torch.ones(8 * 2**18)
+del snapshot
+window.close()
+with window.saving():
+    torch.ones(9 * 2**18)
+print(window.result().to_json())
+"""
+
+
 def run(script: str, *arguments: str) -> dict[str, Any]:
     """What a script prints as JSON, in a process of its own. It must say nothing else, on either stream."""
     done = python("-c", script, *arguments, code=0)
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 8])
+def test_later_steps_hold_a_checkpoints_snapshot(every: int) -> None:
+    """Whether the first one falls in the recorded steps, follows the last of them, or comes later; the result's save has none."""
+    kept = 8 if every < 8 else 0
+    assert in_mib(run(SNAPSHOTS, str(every))["phases"]) == {"load": 0, "forward": 3 + kept, "step": 2 + kept, "save": 9}
 
 
 def in_mib(phases: dict[str, int]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from toolkit.checkpoints.identity import identify as identify
 from toolkit.checkpoints.manifest import Manifest as Manifest
 from toolkit.checkpoints.manifest import folder_name as folder_name
 from toolkit.checkpoints.manifest import list_checkpoints as list_checkpoints
+from toolkit.checkpoints.manifest import newest_step as newest_step
 from toolkit.checkpoints.manifest import read_manifest as read_manifest
 from toolkit.checkpoints.manifest import validate as validate
 from toolkit.checkpoints.restoration import ResumePoint as ResumePoint

@@ -175,6 +175,11 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
     return [path for path in listed(checkpoints) if not path.is_symlink()]
 
 
+def newest_step(checkpoints: Path) -> int:
+    """Return the step of the newest published checkpoint, by its name; 0 without one."""
+    return max((int(match[1]) for path in listed(checkpoints) if (match := _FOLDER.fullmatch(path.name))), default=0)
+
+
 def listed(checkpoints: Path) -> list[Path]:
     """Return the checkpoints of `list_checkpoints` and symlinks with such names, for `misplacement`."""
     if not checkpoints.is_dir():

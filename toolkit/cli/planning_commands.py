@@ -49,7 +49,7 @@ def forecast(flags: argparse.Namespace) -> Result:
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
-    options |= {"save": not flags.no_save, "checkpoints": not flags.no_checkpoints, "ranks": flags.processes}
+    options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
     if not flags.against:
         return forecast(spec, strategy, machine, train_config, **options)

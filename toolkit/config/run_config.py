@@ -70,11 +70,11 @@ class RunConfig:
         """Whether the run writes any, which it also does at its end and at a stop."""
         return bool(self.save_every or self.save_seconds)
 
-    def count_checkpoints(self, steps: int) -> int:
-        """Return the number of checkpoints that `steps` steps write, apart from those that come by time."""
+    def count_checkpoints(self, steps: int, start: int = 0) -> int:
+        """Return the number of checkpoints that the steps after `start` and up to `steps` write, but for those by time."""
         if not self.checkpoints:
             return 0
-        return 1 + (steps - 1) // self.save_every if self.save_every else 1
+        return 1 + max(0, (steps - 1) // self.save_every - start // self.save_every) if self.save_every else 1
 
 
 SECTIONS: Mapping[str, type[Any]] = {"run_config": RunConfig, "strategy": Strategy, "train_config": TrainConfig}

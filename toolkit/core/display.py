@@ -182,5 +182,5 @@ def progress_bar(name: str, total: int, unit: str) -> Iterator[Any]:
     """Show a progress bar on a terminal if the work takes longer than two seconds."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=name, unit=unit, unit_scale=True, delay=2, disable=None, leave=False) as bar:
+    with tqdm(total=total, desc=name, unit=unit, unit_scale=bool(unit), delay=2, disable=None, leave=False) as bar:
         yield bar

@@ -150,17 +150,20 @@ class StopSignal:
 
     def __exit__(self, *_: object) -> None:
         """Restore the previous handlers."""
-        for number, handler in self._before.items():
+        for number, handler in reversed(self._before.items()):  # SIGINT last: its handler raises
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait until the block ends: what one interrupts between a fork and its hooks stays locked."""
-    with StopSignal() as stop:
-        yield
-    if stop.number is not None:
-        signal.raise_signal(stop.number)
+def hold_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait until the block ends: an exception between a fork and its hooks leaves their locks taken."""
+    stop = StopSignal()
+    try:
+        with stop:
+            yield
+    finally:
+        if stop.number is not None:
+            signal.raise_signal(stop.number)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
-from toolkit.core.process_lifecycle import begin_child, signals_held
+from toolkit.core.process_lifecycle import begin_child, hold_signals
 from toolkit.data.files import KINDS, Document
 from toolkit.data.ingestion import Contents
 
@@ -226,7 +226,7 @@ def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: i
     pool = ProcessPoolExecutor(processes, mp_context=fork, initializer=_start, initargs=work)
     try:
         for number in range(count):
-            with signals_held():  # the first one forks
+            with hold_signals():  # the first one forks all processes
                 ahead.append(pool.submit(_encode, number))
             if len(ahead) == 2 * processes:
                 yield ahead.popleft().result()

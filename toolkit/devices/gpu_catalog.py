@@ -78,6 +78,10 @@ the B200's is taken as the same. The T4's, by twelve runs of fitcheck-llm 0.3.1 
 little power, is taken as the same."""
 
 
+OTHER_BOARDS = {"PCIE", "NVL", "LAPTOP", "MAX", "TI", "SUPER", "D"}
+"""Words in the names of boards that compute or communicate at other speeds than the card of the rest of the name."""
+
+
 def card_key(name: str, word: str) -> str:
     """Return the catalog's spelling: `"nvidia rtx 4090"` → `"RTX-4090"`, `"H100"`, `"NVIDIA H100 80GB HBM3"` → `"H100-80GB"`.
 
@@ -92,7 +96,7 @@ def card_key(name: str, word: str) -> str:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
     if not matching:
         hint = nearest(plain, CARDS)
-        if re.search(r"\b(pcie|nvl|laptop)\b", plain):
+        if OTHER_BOARDS & set(plain.upper().split("-")):
             hint = " The catalog has other boards of such cards."
         raise ToolkitError(f"hardware {name!r} is unknown.{hint} Known: cpu, {', '.join(CARDS)}.")
     return matching[0]
@@ -105,7 +109,7 @@ def card_of(driver: str, total_bytes: int) -> GPUSpec | None:
     have other chips, in no row.
     """
     tokens = set(re.split(r"[\s_-]+", driver.upper()))
-    if tokens & {"NVL", "LAPTOP", "TI", "SUPER", "D"} or tokens >= {"H100", "PCIE"}:
+    if tokens & (OTHER_BOARDS - {"PCIE"}) or tokens >= {"H100", "PCIE"}:
         return None
     matches = [
         card

@@ -50,8 +50,13 @@ class Simulation:
     """The trace over the whole depth."""
     ledger: Ledger
     rank: int
-    checkpoints: int
-    """Those that the run writes."""
+    num_checkpoints: int
+    """Number of checkpoints that the run writes."""
+
+    @property
+    def kept_snapshot(self) -> int:
+        """Bytes of the checkpoint before the simulated step, which CPU ranks keep for the next one."""
+        return snapshot_bytes(self.job) if self.num_checkpoints > 1 and self.ledger.shared else 0
 
     @cached_property
     def state(self) -> StateMemory:
@@ -90,10 +95,10 @@ class Simulation:
 
         The buffers of a checkpoint's snapshot come with them, but for offloaded states: those are written from their own memory.
         """
-        if not self.checkpoints:
+        if not self.num_checkpoints:
             self.ledger.enter("step")
         self.keep("optimizer", self.state.optimizer or 0)
-        if self.checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
+        if self.num_checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
             # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
             chunks, rest = divmod(snapshot_bytes(self.job), SNAPSHOT_CHUNK)
             self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
@@ -112,9 +117,7 @@ class Simulation:
         for number in range(min(self.job.train_config.accumulation, 2 if moves.grows else 1)):
             self.ledger.enter("forward")
             if number == 0:
-                self.ledger.hold("workspace", blas_workspaces(self.job))
-                if self.checkpoints > 1 and self.ledger.shared:  # the snapshot of the one before this step
-                    self.ledger.hold("workspace", snapshot_bytes(self.job))
+                self.ledger.hold("workspace", blas_workspaces(self.job) + self.kept_snapshot)
             backward = False
             for rise, net, logits_rise, logits_net, what, size, name, *_ in self.step:
                 self.ledger.walk(rise, net, logits_rise, logits_net)

@@ -131,7 +131,7 @@ def checkpoint_bytes(job: Job) -> int:
 
 
 def snapshot_bytes(job: Job) -> int:
-    """Return the bytes of a rank's share of a checkpoint, which it copies to host memory before a thread writes it."""
+    """Return the bytes of a rank's share of a checkpoint."""
     return checkpoint_bytes(job) // job.ranks
 
 

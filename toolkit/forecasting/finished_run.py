@@ -42,8 +42,8 @@ class FinishedRun:
     """The run's machine; None for a run without a forecast."""
     save: bool
     """Whether it exported its result."""
-    checkpoints: int
-    """`RunConfig.count_checkpoints`."""
+    num_checkpoints: int
+    """`RunConfig.count_checkpoints` of its last attempt."""
     phases: Mapping[str, int] | None
     """Phase → the highest bytes of a rank; None where it measured nothing."""
     why: str
@@ -75,7 +75,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
             ranks=about["ranks"],
             hardware=_hardware(forecast["hardware"]) if forecast else None,
             save=bool(run_config.get("save", True)),
-            checkpoints=saves.count_checkpoints(train_config.steps),
+            num_checkpoints=saves.count_checkpoints(train_config.steps, about["attempts"][-1]["from_step"]),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "no reason is recorded",
             dtypes=memory["audits"][0]["measured"]["dtypes"],

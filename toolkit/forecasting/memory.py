@@ -76,13 +76,13 @@ def whole_step(job: Job, trace: Trace) -> list[Segment]:
     return _spread(trace, BLOCK[job.device.kind], engine_of(job.strategy))
 
 
-def fused_peak(job: Job, trace: Trace, *, save: bool, checkpoints: int) -> int:
+def fused_peak(job: Job, trace: Trace, *, save: bool, num_checkpoints: int) -> int:
     """Return the peak with a fused loss, which computes logits in chunks: Liger (Hsu et al. 2024), CCE (Wijmans et al. 2024).
 
     It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
     """
     without_logits = _without_logits(trace)
-    return replay(job, without_logits, whole_step(job, without_logits), save=save, checkpoints=checkpoints).peak
+    return replay(job, without_logits, whole_step(job, without_logits), save=save, num_checkpoints=num_checkpoints).peak
 
 
 @lru_cache(maxsize=8)
@@ -103,7 +103,7 @@ def replay(
     step: Sequence[Segment],
     *,
     save: bool = True,
-    checkpoints: int,
+    num_checkpoints: int,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
     """Simulate the memory of the fullest rank, from its start to the saved result.
@@ -113,7 +113,7 @@ def replay(
         trace: of its model.
         step: from `whole_step`.
         save: whether the result is exported.
-        checkpoints: those that are written.
+        num_checkpoints: as in `forecast`.
         kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
     engine = engine_of(job.strategy)
@@ -124,21 +124,21 @@ def replay(
         if index and trace.others:
             rank_trace = trace.others[index - 1]
             rank_step = whole_step(job, rank_trace)
-        engine.simulate_step(
-            Simulation(
-                job=job, trace=rank_trace, step=rank_step, ledger=ledgers[-1], rank=rank, checkpoints=checkpoints
-            )
+        simulation = Simulation(
+            job=job, trace=rank_trace, step=rank_step, ledger=ledgers[-1], rank=rank, num_checkpoints=num_checkpoints
         )
-        _simulate_save(ledgers[-1], job, save, checkpoints)
+        engine.simulate_step(simulation)
+        _simulate_save(simulation, save)
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
-def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: int) -> None:
+def _simulate_save(simulation: Simulation, save: bool) -> None:
     """Simulate a checkpoint's snapshot on every rank, and the export on rank 0.
 
     A model is written tensor by tensor, an adapter at once. On a GPU both go to the host. Other ranks send their shards in pieces
     of at most `SEND_CHUNK` bytes.
     """
+    ledger, job = simulation.ledger, simulation.job
     ledger.enter("save")
     each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
     sizes = [state.elements * each for state in parameters_of(job) if state.trainable] if save else []
@@ -147,9 +147,8 @@ def _simulate_save(ledger: Ledger, job: Job, save: bool, checkpoints: int) -> No
     cut = ranks if engine_of(job.strategy).expected_state(job).trainable < whole else 1
     piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
-        snapshot = snapshot_bytes(job) if checkpoints else 0
-        if checkpoints > 1:
-            ledger.hold("workspace", -snapshot)  # of the checkpoint before
+        snapshot = snapshot_bytes(job) if simulation.num_checkpoints else 0
+        ledger.hold("workspace", -simulation.kept_snapshot)
         ledger.touch("workspace", max(written + piece, snapshot))
     else:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))

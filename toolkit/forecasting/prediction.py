@@ -17,10 +17,10 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job, default_ranks, resolve
 from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
-from toolkit.engines.states import checkpoint_bytes
+from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, trace_configs, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
@@ -36,7 +36,7 @@ def forecast(
     ranks: int | None = None,
     one_document: bool = False,
     save: bool = True,
-    checkpoints: int = 1,
+    num_checkpoints: int = 1,
     allow_unquantized: bool = False,
     advice: bool = True,
 ) -> Forecast:
@@ -50,27 +50,28 @@ def forecast(
         ranks: processes; by default `default_ranks`.
         one_document: every row holds one document and no padding, so attention needs no mask.
         save: whether the run exports its result. Rank 0 needs copies.
-        checkpoints: those that the run writes; 0 or False: none. Each is copied to host memory first; from the first one on,
-            CPU ranks hold that snapshot in every step.
+        num_checkpoints: checkpoints that the run writes. Each is copied to host memory first. CPU ranks keep that copy for the next
+            one: with 2 or more it is counted in every step.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
         advice: whether to search for the smallest change that fits, if this does not fit.
 
     Raises:
         StrategyError: for what this device, model or number of ranks cannot do, or what has no forecast yet.
         ModelError: for a model that a run would refuse.
-        ToolkitError: for an unknown model or machine.
+        ToolkitError: for an unknown model or machine, or a negative number of checkpoints.
     """
+    if type(num_checkpoints) is not int or num_checkpoints < 0:
+        raise ToolkitError(f"num_checkpoints {num_checkpoints!r}: expected an integer of at least 0.")
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks)
     assert job.spec is not None
     if job.strategy.quantized:
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
-    saves: dict[str, Any] = {"save": save, "checkpoints": checkpoints}
+    saves: dict[str, Any] = {"save": save, "num_checkpoints": num_checkpoints}
     result = forecast_job(job, machine, one_document=one_document, others=True, **saves)
     # Without logits at the peak, a fused loss changes nothing.
     logits = result.parts["logits"]
     fused = fused_peak(job, traced(job, masked=not one_document), **saves) if logits else result.peak_bytes
-    masked = any(config.masked for config in trace_configs(job, masked=not one_document))
-    notes = (MASK_NOTE,) if masked else ()
+    notes = _assumptions(job, one_document, num_checkpoints)
     result = dataclasses.replace(result, fused_bytes=fused, unknown=(*notes, *result.unknown))
     return result if result.fits or not advice else _with_advice(result, job, one_document=one_document, **saves)
 
@@ -173,16 +174,16 @@ def forecast_job(
     *,
     one_document: bool = False,
     save: bool = True,
-    checkpoints: int = 1,
+    num_checkpoints: int = 1,
     others: bool = False,
 ) -> Forecast:
-    """Forecast a job; `save` and `checkpoints` as in `forecast`; `others`: as in `traced`."""
+    """Forecast a job; `save` and `num_checkpoints` as in `forecast`; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
     step = whole_step(job, trace)
-    result = build_forecast(job, machine, step, replay(job, trace, step, save=save, checkpoints=checkpoints))
-    if checkpoints and result.host_lacks:
-        bare: Ledger = replay(job, trace, step, save=save, checkpoints=0)
+    result = build_forecast(job, machine, step, replay(job, trace, step, save=save, num_checkpoints=num_checkpoints))
+    if num_checkpoints and result.host_lacks:
+        bare: Ledger = replay(job, trace, step, save=save, num_checkpoints=0)
         without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
         result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
     return result
@@ -212,11 +213,6 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
 PROCESS = 300 * MiB
 """A CPU rank's own memory: Python with torch, transformers and DeepSpeed imported has 287 MiB that no other process shares."""
 
-MASK_NOTE = (
-    "Attention is counted with a mask, which rows of several documents or with padding need. "
-    "Rows of one document each need none: long ones take less (--one-document)."
-)
-
 CPU_NOTE = f"A rank has its share of the host's memory, less {format_bytes(PROCESS)} for Python itself."
 
 
@@ -224,6 +220,21 @@ def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
     return max(0, machine.host_free_bytes // ceil_div(job.ranks, machine.nodes) - PROCESS)
+
+
+def _assumptions(job: Job, one_document: bool, num_checkpoints: int) -> list[str]:
+    """Return what `forecast` assumes of the data and of checkpoints. A run knows its data, and its number of checkpoints."""
+    assert job.spec is not None, "a forecast needs a model"
+    notes = []
+    if job.strategy.attention == "sdpa" and job.spec.heads and not one_document:  # eager attention has its own mask
+        notes.append(
+            "Attention is counted with a mask, for rows of several documents or with padding. Rows of one document need "
+            "none, and long ones take less memory: `one_document` (--one-document)."
+        )
+    if job.device.kind == "cpu" and num_checkpoints == 1:
+        snapshot = format_bytes(snapshot_bytes(job))
+        notes.append(f"A checkpoint before the last step adds {snapshot} to each later step: `num_checkpoints`.")
+    return notes
 
 
 def _uncertainties(job: Job) -> tuple[str, ...]:

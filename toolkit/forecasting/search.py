@@ -209,12 +209,12 @@ class Search:
             with progress_bar("forecasting", len(requests), "") as bar:
                 self._trace_ahead(open_strategies, train_configs)
                 for strategy, train_config in requests:
-                    bar.update()
                     if strategy in open_strategies:
                         candidate = self._candidate(strategy, train_config)
                         (rejected if candidate.reason else ranked).append(candidate)
                         if candidate.forecast is not None and candidate.reason:
                             open_strategies.remove(strategy)  # a larger micro-batch needs more
+                    bar.update()
         return sorted(ranked, key=rank_key), rejected
 
     def fastest_smallest(self) -> Candidate | None:

@@ -162,8 +162,8 @@ def timeline(
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks, run=finished)
     trace = traced(job, masked=not one_document, others=True)
     step = whole_step(job, trace)
-    save, checkpoints = (finished.save, finished.checkpoints) if finished else (True, 1)
-    ledger = replay(job, trace, step, save=save, checkpoints=checkpoints, kind=LedgerHistory)
+    save, num_checkpoints = (finished.save, finished.num_checkpoints) if finished else (True, 1)
+    ledger = replay(job, trace, step, save=save, num_checkpoints=num_checkpoints, kind=LedgerHistory)
     forecast = build_forecast(job, machine, step, ledger)
     return Timeline(
         forecast=forecast,

@@ -17,6 +17,9 @@ NOTE = "toolkit-note/"
 """Name prefix of one-byte allocations, at which the profiler records the allocator's total."""
 
 BUSY = "another torch profiler was running, and two at once take each other's events"
+HELD = {"forward", "backward", "step"}
+"""Phases that hold a checkpoint's snapshot after the first one."""
+
 NO_SAVE = "the save's peak is missing"
 TAKEN = "another torch profiler was started within the memory window and took its events"
 
@@ -127,6 +130,8 @@ class CpuWindow(Window):
         self._steps = 0
         self._recording: _Recording | None = None
         self._saved: set[str] = set()
+        self._recorded_snapshot = self._later_snapshot = 0
+        """Bytes that the first checkpoint left allocated: in the recorded steps, or since. They are freed after the last step."""
         if _is_profiler_active():
             self.reason = BUSY
             return
@@ -143,6 +148,9 @@ class CpuWindow(Window):
 
     def step_done(self, step: int) -> None:
         if self._recording is None:
+            for name in HELD & self.peaks.highest.keys() if self._later_snapshot else ():
+                self.peaks.highest[name] += self._later_snapshot
+            self._later_snapshot = 0
             return
         self._steps += 1
         self._recording.note(f"step/{self._steps}")
@@ -161,6 +169,8 @@ class CpuWindow(Window):
             return
         self.peaks = _phase_peaks(totals)
         self.live = [total for total, label in totals if label.startswith("step/")]
+        at = {label: total for total, label in reversed(totals)}  # the first of each label
+        self._recorded_snapshot = at.get("end/save", 0) - at.get("begin/save", 0)
 
     @contextmanager
     def saving(self, what: str = "result") -> Iterator[None]:
@@ -168,11 +178,11 @@ class CpuWindow(Window):
         self._saved.add(what)
         if first and _is_profiler_active():
             self.reason, first = f"{NO_SAVE}: {BUSY}", False
-        with self._save_window() if first else nullcontext(), phase("save"):
+        with self._save_window(what) if first else nullcontext(), phase("save"):
             yield
 
     @contextmanager
-    def _save_window(self) -> Iterator[None]:
+    def _save_window(self, what: str) -> Iterator[None]:
         with self._count_overhead():
             recording = _Recording()
         try:
@@ -185,8 +195,11 @@ class CpuWindow(Window):
             if totals is None:
                 self.reason = f"{NO_SAVE}: {TAKEN}"
             else:
+                if what == "checkpoint":
+                    self._later_snapshot = totals[-1][0]
+                base = self.live[-1] - (self._recorded_snapshot if what == "result" else 0)
                 self.peaks.mark("save", True)
-                self.peaks.add(self.live[-1] + max(total for total, _ in totals))
+                self.peaks.add(base + max(total for total, _ in totals))
 
     def result(self) -> Measured:
         assert self._recording is None, "close the window before its result is read"

@@ -144,8 +144,11 @@ def run_preflight(
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
 
 
-def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> Preflight:
-    """Return the same with a forecast. Call it before an engine is set up, which would partition the traced model."""
+def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware, start: int = 0) -> Preflight:
+    """Return the same with a forecast of the steps after `start`.
+
+    Call it before an engine is set up, which would partition the traced model.
+    """
     try:
         if preflight.job.strategy.adapter != "none":
             import peft  # noqa: F401 - loading needs it, too, and with it the trace needs no child process
@@ -156,7 +159,7 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
                 preflight.rows, preflight.job.train_config, dp_size=preflight.job.parallelism.dp_size
             ),
             save=run_config.save,
-            checkpoints=run_config.count_checkpoints(preflight.job.train_config.steps),
+            num_checkpoints=run_config.count_checkpoints(preflight.job.train_config.steps, start),
         )
         return dataclasses.replace(preflight, forecast=result)
     except Exception as error:  # a run trains without a forecast, too

@@ -15,6 +15,7 @@ from toolkit.checkpoints import (
     check_fits,
     find_resume_point,
     identify,
+    newest_step,
     quarantine,
     restore,
 )
@@ -113,7 +114,8 @@ class RankRun:
             self.config, self._strategy, self._train_config, ranks, self.machine.device, prepared=prepared
         )
         if os.environ.get("RANK", "0") == "0":
-            self.preflight = with_forecast(self.preflight, self.config, self.machine)
+            start = newest_step(self.folder.checkpoints) if self.resume else 0
+            self.preflight = with_forecast(self.preflight, self.config, self.machine, start)
 
     def make_accelerator(self) -> Accelerator:
         """Make the run's Accelerator, seed this rank, and print the headline of the run."""
