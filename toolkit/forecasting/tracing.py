@@ -30,6 +30,7 @@ from toolkit.forecasting.traced_model import (
 )
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, enable_checkpointing, freeze, quiet_bars
+from toolkit.models.varlen import separates_documents
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
 
     from toolkit.forecasting.tracker import Tracker
 
+    padded = config.masked and not separates_documents(spec, joined=False)
     with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
@@ -76,7 +78,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             model.tie_weights()
             if config.adapter is not None:
                 pack(model)
-            inputs = _inputs(spec, config, batch, seq_len)
+            inputs = _inputs(config, batch, seq_len, padded=padded)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))
             if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
@@ -124,14 +126,14 @@ def _build(spec: ModelSpec, config: TraceConfig) -> Any:
     return model
 
 
-def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+def _inputs(config: TraceConfig, batch: int, seq_len: int, *, padded: bool) -> dict[str, torch.Tensor]:
+    """Return a batch as `data.rows` makes it. `padded`: the model keeps no documents of a row apart, so each has a row."""
     import torch
 
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
     if config.masked:
-        # Rows of a model with several parts are padded, never packed.
-        names.append("attention_mask" if spec.kind == "seq2seq" or spec.frozen else "position_ids")
+        names.append("attention_mask" if padded else "position_ids")
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 
