@@ -60,7 +60,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
 
     from toolkit.forecasting.tracker import Tracker
 
-    padded = config.masked and not separates_documents(spec, joined=False)
+    packed = separates_documents(spec, joined=False)
     with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
         stacks = truncate_layers(model, spec)
@@ -78,7 +78,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             model.tie_weights()
             if config.adapter is not None:
                 pack(model)
-            inputs = _inputs(config, batch, seq_len, padded=padded)
+            inputs = _inputs(config, batch, seq_len, packed=packed)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))
             if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
@@ -126,14 +126,20 @@ def _build(spec: ModelSpec, config: TraceConfig) -> Any:
     return model
 
 
-def _inputs(config: TraceConfig, batch: int, seq_len: int, *, padded: bool) -> dict[str, torch.Tensor]:
-    """Return a batch as `data.rows` makes it. `padded`: the model keeps no documents of a row apart, so each has a row."""
+def _inputs(config: TraceConfig, batch: int, seq_len: int, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Return a batch as `data.rows` makes it. `packed`: the model keeps documents of a row apart by their positions.
+
+    Positions of every row make rotary embeddings of every row, even of one document. An `attention_mask` that masks nothing
+    is left out: whether it does depends on its values, which fake tensors lack.
+    """
     import torch
 
     shape = (batch, seq_len)
     names = ["input_ids", "labels"]
-    if config.masked:
-        names.append("attention_mask" if padded else "position_ids")
+    if packed:
+        names.append("position_ids")
+    elif config.masked:
+        names.append("attention_mask")
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
 
