@@ -61,6 +61,7 @@ def partitioned(simulation: Simulation) -> None:
         keep("parameters", simulation.state.parameters)
         return
     ledger.enter("load")
+    twins = 0
     if job.strategy.quantized:
         adapter_bytes = sum(state.bytes for state in states if state.trainable)
         read = sum(ceil_div(state.bytes, ranks) for state in base)
@@ -87,6 +88,8 @@ def partitioned(simulation: Simulation) -> None:
     keep("parameters", -read)
     ledger.hold("parameters", -adapter_bytes)
     keep("parameters", simulation.state.parameters)
+    if job.strategy.offload == "cpu" and job.strategy.adapter == "none":
+        keep("parameters", twins)  # measured: a tied weight's second shard stays where the flat buffer takes the first
 
 
 @dataclass(eq=False)
