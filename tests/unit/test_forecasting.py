@@ -265,6 +265,16 @@ def test_a_mask_is_named_where_it_is_counted() -> None:
     assert (named(masked), named(bare), named(result("flash_attention_2", False))) == (True, False, False)
 
 
+def test_devices_without_work_are_named_before_another_training() -> None:
+    spec = llama3(*LLAMA_8B)
+    result = forecast(spec, Strategy(), "8x H100-80GB", TrainConfig(seq_len=1024))
+    assert result.change == {"sharding": "fsdp", "processes": 8}
+    assert "The smallest change that fits: --sharding fsdp --processes 8" in result.reason
+    alone = forecast(spec, Strategy(), "H100-80GB", TrainConfig(seq_len=1024))
+    assert alone.change is not None
+    assert "sharding" not in alone.change
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_traced_batches_have_the_columns_of_the_data(packed: bool) -> None:
     """OPT takes a mask and ignores positions: LoRA on it was 7% low. Positions of each row make rotary embeddings of each."""

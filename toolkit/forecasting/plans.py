@@ -111,7 +111,9 @@ class Plan(Result):
         if self.hardware.nodes == 1:
             ranks = f"--processes {self.hardware.ranks} " if self.hardware.ranks > 1 else ""
             run = f"Run it:\n    toolkit train {ranks}{self._flags(self.model)}"
-        return " ".join(filter(None, [f"Best: {words}{speed}.", f"{needs}.", self._explanation(), run]))
+        return " ".join(
+            filter(None, [f"Best on {self.hardware.label}: {words}{speed}.", f"{needs}.", self._explanation(), run])
+        )
 
     def tables(self) -> list[Table]:
         """Return the ranked candidates, the alternatives, and the rejected ones."""

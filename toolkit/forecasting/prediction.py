@@ -128,10 +128,10 @@ def check_type(name: str, value: Any, kind: type[Any]) -> None:
 def _with_advice(forecast: Forecast, job: Job, **options: Any) -> Forecast:
     """Add the smallest change that fits: single ones first, then several together. `options` are those of `forecast_job`."""
     assert job.spec is not None
-    for change in _smaller_requests(forecast):
+    for change in (*_idle_devices(forecast), *_smaller_requests(forecast)):
         try:
             strategy, train_config = changed(forecast.strategy, forecast.train_config, change)
-            other = resolve(strategy, train_config, job.spec, job.ranks, job.device)
+            other = resolve(strategy, train_config, job.spec, change.get("processes", job.ranks), job.device)
             if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, strategy.adapter, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
@@ -142,6 +142,14 @@ def _with_advice(forecast: Forecast, job: Job, **options: Any) -> Forecast:
         if smaller.fits:
             return dataclasses.replace(forecast, change=change, changed_bytes=smaller.needed_bytes)
     return forecast
+
+
+def _idle_devices(forecast: Forecast) -> list[dict[str, Any]]:
+    """Return the changes that shard over all devices of a GPU machine, if the request uses one of several."""
+    devices = forecast.hardware.ranks
+    if forecast.hardware.device.kind == "cpu" or forecast.strategy.sharding != "none" or devices <= forecast.ranks:
+        return []
+    return [{"sharding": "fsdp", **offload, "processes": devices} for offload in ({}, {"offload": "cpu"})]
 
 
 def permanent_bytes(job: Job) -> int:
