@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
     "verb": ("trian --sharding zero3", ["'trian'", "Did you mean 'train'?", "doctor"]),
     "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
+    "a flag of other verbs": ("forecast --model q8", ["'--model'", "Give it without a flag: `toolkit forecast [MODEL]`"]),
     "no verb": ("", ["VERB", "toolkit --help"]),
     "tracker": ("train --tracker tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
     "missing tracker": ("train --tracker 'tensorboard, clearml'", ["'clearml'", "pip install clearml"]),

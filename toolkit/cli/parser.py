@@ -151,7 +151,8 @@ def build_parser() -> Parser:
         name, text = function.__name__, (function.__doc__ or "").strip()
         words = [f"{options.get('metavar', names[0])}" for names, options in arguments if names[0][0] != "-"]
         usage = " ".join(["toolkit", name, "[flags]", *words])
-        verb: Parser = verbs.add_parser(name, help=text, description=text, usage=usage)
+        summary = text.partition("\n\n")[0]
+        verb: Parser = verbs.add_parser(name, help=summary, description=" ".join(text.split()), usage=usage)
         verb.set_defaults(call=function)
         for names, argument_options in (JSON, *arguments):
             verb.add_argument(*names, **argument_options)

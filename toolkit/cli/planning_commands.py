@@ -90,7 +90,10 @@ def precisions(flags: argparse.Namespace) -> Result:
 
 
 def plan(flags: argparse.Namespace) -> Result:
-    """Rank the strategies that fit a model, a machine and a global batch."""
+    """Rank the strategies that fit a model, a machine and a global batch.
+
+    `--adapter any` and `--precision any` list other values that fit below what was asked.
+    """
     from toolkit.config.run_config import EMBEDDED
     from toolkit.devices.machine import hardware
     from toolkit.forecasting import plan

@@ -110,7 +110,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown flags; a verb's own parser names the nearest of its flags."""
         namespace_, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            positional = [action for action in self._get_positional_actions() if f"--{action.dest}" == unknown[0]]
             near = nearest(unknown[0], self._option_string_actions)
+            if positional:
+                near = f" Give it without a flag: `{self.prog} {positional[0].metavar}`."
             raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
         return namespace_, unknown
 

@@ -197,6 +197,8 @@ class Plan(Result):
             return words.format(**fastest.cells)
         offloaded = all(candidate.strategy.offload != "none" for candidate in self.ranked)
         reason = "Nothing fits without an offload." if offloaded else ""
+        if offloaded and not self.alternatives:
+            reason = "Nothing fits without an offload: --adapter any and --precision any look for a change that does."
         own = best.strategy.sharding
         others = [candidate for candidate in self.ranked if candidate.strategy.sharding != own and candidate.speed]
         if not others:

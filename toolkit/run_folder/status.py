@@ -50,6 +50,11 @@ class Progress:
     stall_seconds: float | None = None
     """Total time that steps waited for checkpoints; None before the first."""
 
+    @property
+    def memory_kind(self) -> str:
+        """`bytes_are` for a reader who compares it with the forecast, which is of the allocator."""
+        return "resident, Python included" if self.bytes_are == "resident" else self.bytes_are
+
     def _figures(self) -> list[tuple[str, str]]:
         """Return the known figures, each with its label."""
         figures = [
@@ -69,7 +74,7 @@ class Progress:
 
     def table(self, title: str, note: str = "") -> Table:
         """Return all figures, one a row."""
-        sizes = [(f"memory of rank {rank}", size) for rank, size in enumerate(self.bytes_per_rank)]
+        sizes = [(f"rank {rank}, {self.memory_kind}", size) for rank, size in enumerate(self.bytes_per_rank)]
         sizes += [("forecast peak of a rank", self.forecast_bytes or 0), ("limit of a rank", self.limit_bytes or 0)]
         rows = [*self._figures(), *((label, format_bytes(size)) for label, size in sizes if size)]
         if self.stall_seconds is not None:
@@ -258,8 +263,10 @@ def _memory(progress: Progress) -> str:
     """
     if not progress.bytes_per_rank:
         return ""
-    meaning = "resident, Python included" if progress.bytes_are == "resident" else progress.bytes_are
-    rows = [Bar(label=f"rank {rank}", parts={meaning: size}) for rank, size in enumerate(progress.bytes_per_rank)]
+    rows = [
+        Bar(label=f"rank {rank}", parts={progress.memory_kind: size})
+        for rank, size in enumerate(progress.bytes_per_rank)
+    ]
     if progress.forecast_bytes:
         rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
     return bars(
