@@ -250,7 +250,7 @@ def test_the_experts_implementation_is_named() -> None:
 
 
 def test_a_mask_is_named_where_it_is_counted() -> None:
-    """It was the whole error of +6.8% for a Qwen2-MoE whose rows held one document each."""
+    """A forecast of Qwen2-MoE with a mask was 6.8% high, because its rows held one document each."""
     spec = describe(config("llama", 2, hidden_size=64, intermediate_size=128, vocab_size=256))
 
     def result(attention: str, one_document: bool) -> Forecast:
