@@ -291,7 +291,7 @@ def test_behind_a_ranks_note_the_folder_may_be_published_at_once(
 
 
 def test_a_rank_that_writes_nothing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no file of rank\(s\) 1, 2 in .* after 0.1 s"):
+    with pytest.raises(CheckpointError, match=r"no file of ranks 1, 2 in .* after 0.1 s"):
         await_ranks(tmp_path / "partial", range(1, 3), 0.1, "json")
     (tmp_path / "rank-00001.failed").write_text("its disk is broken")
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its part of .*: its disk is broken"):
