@@ -177,15 +177,20 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 def newest_step(checkpoints: Path) -> int:
     """Return the step of the newest published checkpoint, by its name; 0 without one."""
-    return max((int(match[1]) for path in listed(checkpoints) if (match := _FOLDER.fullmatch(path.name))), default=0)
+    return max((step for step, _ in _numbered(checkpoints)), default=0)
 
 
 def listed(checkpoints: Path) -> list[Path]:
     """Return the checkpoints of `list_checkpoints` and symlinks with such names, for `misplacement`."""
+    return [path for _, path in sorted(_numbered(checkpoints), reverse=True)]
+
+
+def _numbered(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Return folders, and symlinks, with the name of a checkpoint, each with its step."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir() or path.is_symlink()]
+    return [(step, path) for step, path in numbered if path.is_dir() or path.is_symlink()]
 
 
 def misplacement(checkpoint: Path) -> list[str]:

@@ -17,11 +17,11 @@ NOTE = "toolkit-note/"
 """Name prefix of one-byte allocations, at which the profiler records the allocator's total."""
 
 BUSY = "another torch profiler was running, and two at once take each other's events"
-HELD = {"forward", "backward", "step"}
-"""Phases that hold a checkpoint's snapshot after the first one."""
-
 NO_SAVE = "the save's peak is missing"
 TAKEN = "another torch profiler was started within the memory window and took its events"
+
+HELD = {"forward", "backward", "step"}
+"""Phases that hold a checkpoint's snapshot after the first one."""
 
 
 RELEASE_SECONDS = 0.02

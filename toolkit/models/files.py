@@ -68,7 +68,8 @@ def unreachable(name: str, commit: str | None = None) -> str:
     at = f" at commit {commit}" if commit else ""
     return (
         f"is not in the local cache{at} and the Hugging Face Hub cannot be reached: "
-        f"run `hf download {name} --local-dir FOLDER` where there is a network, and give that folder."
+        f"run `hf download {name} --local-dir FOLDER` where there is a network, and give that folder. "
+        "A forecast needs config.json alone."
     )
 
 
