@@ -367,7 +367,7 @@ def main() -> None:
     made.add_argument("--runs", type=int, default=300)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-truth"), help="scratch folder")
-    made.add_argument("--only", default="", help="part of a case's name, say zero3-lora")
+    made.add_argument("--only", default="", help="parts of cases' names, such as zero3-lora,hsdp")
     made.add_argument("--recent", action="store_true", help="the families of 2024 to 2026")
     made.add_argument("--adapters", default=ADAPTERS, help="(default: %(default)s)")
     made.add_argument("--shardings", default=",".join(AXES["sharding"]), help="(default: all)")
@@ -388,15 +388,18 @@ def main() -> None:
     able = [case for case in able if case.sharding in arguments.shardings.split(",")]
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
-    able = [case for case in able if arguments.only in "-".join(map(str, dataclasses.asdict(case).values()))]
+    parts = arguments.only.split(",")
+    able = [
+        case for case in able if any(part in "-".join(map(str, dataclasses.asdict(case).values())) for part in parts)
+    ]
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     name = "forecast_accuracy" + ("_recent" if arguments.recent else "")
     name += f"_{arguments.adapters}" if arguments.adapters != ADAPTERS else ""
     rows, known = [], measured_before(arguments.results / f"{name}.json")
     taken = {} if arguments.again else known
-    for number, row in enumerate(
-        all_measured(work, apart(work, chosen), taken, 1 if arguments.smoke else CORES), start=1
-    ):
+    alone = sum(case["ranks"] == 1 for case in chosen)  # more ranks are one run at a time
+    servers = max(1, min(CORES, alone))
+    for number, row in enumerate(all_measured(work, apart(work, chosen), taken, servers), start=1):
         rows.append(row)
         said = percent(row) if "measured_peak_bytes" in row else row["failed"][-200:]
         print(number, name_of(row), said, flush=True)

@@ -118,13 +118,14 @@ def main() -> None:
     """Measure, print the table, write both files."""
     made = parser(__doc__)
     made.add_argument("--moves", type=int, default=20)
-    arguments = parse(made, moves=2)
+    made.add_argument("--panels", default=",".join(MOVED), help="(default: %(default)s)")
+    arguments = parse(made, moves=2, panels="precision")
     InteractiveShell.instance()
     before = os.getloadavg()[0]
     moved = [
         measure(kind, control, values, arguments.moves)
-        for kind, controls in MOVED.items()
-        for control, values in controls.items()
+        for kind in arguments.panels.split(",")
+        for control, values in MOVED[kind].items()
     ]
     moved.append(measure_live(arguments.moves))
     found = {**about(), "hardware": HARDWARE, "moved": moved, "load": (before, os.getloadavg()[0])}

@@ -65,18 +65,25 @@ def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"),
+    ("cases", "kind"),
     [
-        ("zero3-none-full-sdpa-bf16-Gemma4-PLE-wide-2-one-1", "_recent"),
-        ("zero3-lora-none-eager-fp32-DeepSeek-V3-deep-2-one-1", "_recent"),
-        ("hsdp-none-full-sdpa-fp32-GPT-NeoX-wide-4-one-2", ""),
+        (
+            (
+                "zero3-none-full-sdpa-bf16-Gemma4-PLE-wide-2-one-1",
+                "zero3-lora-none-eager-fp32-DeepSeek-V3-deep-2-one-1",
+            ),
+            "_recent",
+        ),
+        (("hsdp-none-full-sdpa-fp32-GPT-NeoX-wide-4-one-2",), ""),
     ],
 )
-def test_a_forecast_is_true_of_one_case(case: str, kind: str, tmp_path: Path) -> None:
+def test_forecasts_are_true_of_these_cases(cases: tuple[str, ...], kind: str, tmp_path: Path) -> None:
     """One tensor outweighs the others; frozen linear modules without adapters; two micro-batches under HSDP."""
-    flags = ["--recent"] if kind else []
-    (row,) = measured(tmp_path, f"forecast_accuracy{kind}", *flags, "--runs", "1", "--only", case)
-    check_phases(row)
+    flags = ["--runs", str(len(cases)), "--only", ",".join(cases), *(["--recent"] if kind else [])]
+    rows = measured(tmp_path, f"forecast_accuracy{kind}", *flags)
+    assert len(rows) == len(cases)
+    for row in rows:
+        check_phases(row)
 
 
 def test_forecasts_are_true(tmp_path: Path) -> None:
