@@ -31,10 +31,16 @@ WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "sav
 """Most that a phase's forecast may be off. While 4 bits are packed `load` is not forecast to the byte."""
 
 
-def measured(tmp_path: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The benchmark's folder: its models are drawn once."""
+    return tmp_path_factory.mktemp("work")
+
+
+def measured(work: Path, tmp_path: Path, name: str, *flags: str) -> list[dict[str, Any]]:
     """The rows of the results that the benchmark writes with these flags."""
     results = tmp_path / "results"
-    command = [sys.executable, str(BENCHMARK), *flags, "--work", str(tmp_path), "--results", str(results)]
+    command = [sys.executable, str(BENCHMARK), *flags, "--work", str(work), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
@@ -56,10 +62,9 @@ def check_phases(row: dict[str, Any]) -> None:
         assert abs(ratio - 1) <= most, (row["family"], row["strategy"], row["ranks"], phase, ratio)
 
 
-def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
-    rows = measured(
-        tmp_path, "forecast_accuracy_qlora8", "--runs", "2", "--adapters", "qlora8", "--seed", str(SEED_OF_8_BITS)
-    )
+def test_forecasts_of_8_bits_are_true(work: Path, tmp_path: Path) -> None:
+    flags = ["--runs", "2", "--adapters", "qlora8", "--seed", str(SEED_OF_8_BITS)]
+    rows = measured(work, tmp_path, "forecast_accuracy_qlora8", *flags)
     assert len(rows) == 2
     assert max(abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows) <= 0.05
 
@@ -77,18 +82,18 @@ def test_forecasts_of_8_bits_are_true(tmp_path: Path) -> None:
         (("hsdp-none-full-sdpa-fp32-GPT-NeoX-wide-4-one-2",), ""),
     ],
 )
-def test_forecasts_are_true_of_these_cases(cases: tuple[str, ...], kind: str, tmp_path: Path) -> None:
+def test_forecasts_are_true_of_these_cases(cases: tuple[str, ...], kind: str, work: Path, tmp_path: Path) -> None:
     """One tensor outweighs the others; frozen linear modules without adapters; two micro-batches under HSDP."""
     flags = ["--runs", str(len(cases)), "--only", ",".join(cases), *(["--recent"] if kind else [])]
-    rows = measured(tmp_path, f"forecast_accuracy{kind}", *flags)
+    rows = measured(work, tmp_path, f"forecast_accuracy{kind}", *flags)
     assert len(rows) == len(cases)
     for row in rows:
         check_phases(row)
 
 
-def test_forecasts_are_true(tmp_path: Path) -> None:
+def test_forecasts_are_true(work: Path, tmp_path: Path) -> None:
     flags = ["--runs", str(len(UNTESTED)), "--shardings", ",".join(UNTESTED), "--seed", str(SEED)]
-    rows = measured(tmp_path, "forecast_accuracy", *flags)
+    rows = measured(work, tmp_path, "forecast_accuracy", *flags)
     assert sorted(row["strategy"]["sharding"] for row in rows) == UNTESTED
     assert len({row["family"] for row in rows}) == len(UNTESTED)
     assert {row["strategy"]["adapter"] for row in rows} == {"none", "lora", "qlora"}
