@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import shutil
 import statistics
@@ -33,7 +34,7 @@ from queue import SimpleQueue
 from threading import Lock, Semaphore
 from typing import Any
 
-from families import AXES, FAMILIES, RECENT, SHAPES, STEPS, VOCABULARY, Case, checkpoint, possible, spread
+from families import AXES, FAMILIES, RECENT, SHAPES, STEPS, VOCABULARY, Case, checkpoint, config_of, possible, spread
 from forking import Ranks, server
 from machine import NO_COMMIT, about, commit, parse, parser, write_results
 
@@ -41,6 +42,7 @@ from toolkit.config.flags import spell
 from toolkit.core.display import Table
 from toolkit.core.phases import PHASES
 from toolkit.core.units import MiB, format_bytes
+from toolkit.models import describe
 
 LEAST = 110 * MiB
 """Of a forecast: with some room for a peak of at least 100 MiB."""
@@ -79,11 +81,10 @@ def texts(folder: Path, kind: str) -> Path:
     return path
 
 
-def specs(work: Path, families: Collection[str]) -> dict[tuple[str, str], Any]:
-    """Describe models of these families; create missing folders."""
+def specs(work: Path, pairs: Collection[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """Describe models of these families and shapes; draw those that are missing."""
     import toolkit as tk
 
-    pairs = [(family, shape) for family in families for shape in SHAPES]
     return {pair: tk.describe(str(checkpoint(work / "models" / "-".join(pair), *pair))) for pair in pairs}
 
 
@@ -93,7 +94,7 @@ def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
     import toolkit as tk
 
-    machine, known = tk.hardware(), specs(work, {case.family for case in cases})
+    machine, known = tk.hardware(), specs(work, {(case.family, case.shape) for case in cases})
     for case in cases:
         began = time.perf_counter()
         for batch in BATCHES:
@@ -383,8 +384,9 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     families = RECENT if arguments.recent else FAMILIES
     families = {name: of for name, of in families.items() if name in arguments.only} or families
-    known_specs = specs(work, (str(SMOKE["family"]),) if arguments.smoke else families)
-    able, refused = possible(known_specs, arguments.adapters.split(","))
+    pairs = itertools.product((str(SMOKE["family"]),) if arguments.smoke else families, SHAPES)
+    described = {pair: describe(config_of(*pair)) for pair in pairs}  # what is drawn gets weights later
+    able, refused = possible(described, arguments.adapters.split(","))
     able = [case for case in able if case.sharding in arguments.shardings.split(",")]
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
