@@ -82,10 +82,8 @@ def texts(folder: Path, kind: str) -> Path:
 
 
 def specs(work: Path, pairs: Collection[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-    """Describe models of these families and shapes; draw those that are missing."""
-    import toolkit as tk
-
-    return {pair: tk.describe(str(checkpoint(work / "models" / "-".join(pair), *pair))) for pair in pairs}
+    """Describe these models; create those that are missing, with random weights."""
+    return {pair: describe(str(checkpoint(work / "models" / "-".join(pair), *pair))) for pair in pairs}
 
 
 def forecasts(work: Path, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -383,24 +381,25 @@ def main() -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     families = RECENT if arguments.recent else FAMILIES
-    families = {name: of for name, of in families.items() if name in arguments.only} or families
+    parts = [part.strip() for part in arguments.only.split(",")]
+    if all(any(name in part for name in families) for part in parts):
+        families = {name: of for name, of in families.items() if any(name in part for part in parts)}
     pairs = itertools.product((str(SMOKE["family"]),) if arguments.smoke else families, SHAPES)
-    described = {pair: describe(config_of(*pair)) for pair in pairs}  # what is drawn gets weights later
-    able, refused = possible(described, arguments.adapters.split(","))
+    able, refused = possible({pair: describe(config_of(*pair)) for pair in pairs}, arguments.adapters.split(","))
     able = [case for case in able if case.sharding in arguments.shardings.split(",")]
     if arguments.smoke:
         able = [case for case in able if SMOKE.items() <= dataclasses.asdict(case).items()]
-    parts = arguments.only.split(",")
-    able = [
-        case for case in able if any(part in "-".join(map(str, dataclasses.asdict(case).values())) for part in parts)
-    ]
+    names = {"-".join(map(str, dataclasses.asdict(case).values())): case for case in able}
+    if missing := [part for part in parts if not any(part in name for name in names)]:
+        raise SystemExit(f"--only {', '.join(missing)}: no case of the grid has that in its name.")
+    able = [case for name, case in names.items() if any(part in name for part in parts)]
     chosen = [dataclasses.asdict(case) for case in spread(able, arguments.runs, arguments.seed)]
     name = "forecast_accuracy" + ("_recent" if arguments.recent else "")
     name += f"_{arguments.adapters}" if arguments.adapters != ADAPTERS else ""
     rows, known = [], measured_before(arguments.results / f"{name}.json")
     taken = {} if arguments.again else known
-    alone = sum(case["ranks"] == 1 for case in chosen)  # more ranks are one run at a time
-    servers = max(1, min(CORES, alone))
+    specs(work, {(case["family"], case["shape"]) for case in chosen})  # not in the process that times its forecasts
+    servers = max(1, min(CORES, sum(case["ranks"] == 1 for case in chosen)))  # runs of several ranks go one at a time
     for number, row in enumerate(all_measured(work, apart(work, chosen), taken, servers), start=1):
         rows.append(row)
         said = percent(row) if "measured_peak_bytes" in row else row["failed"][-200:]

@@ -37,6 +37,9 @@ MOVED: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 """Panel → control → the two values between which it is moved."""
 
+SMOKE = {"memory": {"seq_len": (512, 1024)}, "precision": MOVED["precision"]}
+"""What a smoke test moves."""
+
 HARDWARE = "8x A100-80GB"
 TARGET = 0.1
 """Seconds."""
@@ -118,14 +121,13 @@ def main() -> None:
     """Measure, print the table, write both files."""
     made = parser(__doc__)
     made.add_argument("--moves", type=int, default=20)
-    made.add_argument("--panels", default=",".join(MOVED), help="(default: %(default)s)")
-    arguments = parse(made, moves=2, panels="precision")
+    arguments = parse(made, moves=2)
     InteractiveShell.instance()
     before = os.getloadavg()[0]
     moved = [
         measure(kind, control, values, arguments.moves)
-        for kind in arguments.panels.split(",")
-        for control, values in MOVED[kind].items()
+        for kind, controls in (SMOKE if arguments.smoke else MOVED).items()
+        for control, values in controls.items()
     ]
     moved.append(measure_live(arguments.moves))
     found = {**about(), "hardware": HARDWARE, "moved": moved, "load": (before, os.getloadavg()[0])}

@@ -78,7 +78,7 @@ def test_adapters_are_merged_as_one_process_trained_them(made: Path, tmp_path: P
 
 
 def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path) -> None:
-    """Rank 0 puts one tensor at a time together, next to its own shards. The others only send."""
+    """Rank 0 puts one tensor at a time together, next to its own shards. The others only send. All by all takes too long here."""
     base = tiny.llama(tmp_path / "base", hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
     strategies: dict[str, dict[str, Any]] = {
         "fsdp": {"sharding": "fsdp", "precision": "fp32"},
@@ -88,7 +88,7 @@ def test_no_rank_holds_more_than_its_share_and_the_largest_tensor(tmp_path: Path
     }
     groups: list[tuple[int, list[dict[str, Any]]]] = []
     for count, names in ((2, ("zero3", "zero3 cpu")), (4, ("fsdp", "zero3 bf16"))):
-        places = {name: str(tmp_path / f"{name} {count}") for name in names}
+        places = {name: str(tmp_path / name) for name in names}
         cells = [{"measures": "export", "strategy": strategies[name], "into": into} for name, into in places.items()]
         groups.append((count, cells))
     wanted = load_file(base / "model.safetensors")

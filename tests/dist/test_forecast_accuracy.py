@@ -33,7 +33,7 @@ WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "sav
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The benchmark's folder: its models are drawn once."""
+    """The benchmark's folder: its models are created once."""
     return tmp_path_factory.mktemp("work")
 
 

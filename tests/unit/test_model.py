@@ -500,3 +500,4 @@ assert not {"torch", "transformers"} & set(sys.modules)
         "refused: model 'somebody/absent' is not in the local cache and the Hugging Face Hub cannot"
     )
     assert "`hf download somebody/absent --local-dir FOLDER`" in absent
+    assert "For a forecast `hf download somebody/absent config.json --local-dir FOLDER` is enough." in absent

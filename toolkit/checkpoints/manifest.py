@@ -186,7 +186,7 @@ def listed(checkpoints: Path) -> list[Path]:
 
 
 def _numbered(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return folders, and symlinks, with the name of a checkpoint, each with its step."""
+    """Return (step, path) of each folder and symlink that is named like a checkpoint, in no order."""
     if not checkpoints.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _FOLDER.fullmatch(path.name))]

@@ -41,12 +41,13 @@ def hub_file(name: str, commit: str | None = None) -> Path:
             f"--trust-remote-code {commit}: expected a full commit of 40 digits of {name} on the Hub. A branch, a tag or "
             "a short hash may mean other code tomorrow."
         )
+    enough = "" if commit else f" For a forecast `hf download {name} config.json --local-dir FOLDER` is enough."
     problems = {
         errors.HFValidationError: "is neither a folder nor a Hub id. A Hub id looks like Qwen/Qwen3-8B.",
         errors.GatedRepoError: f"is gated: ask for access at https://huggingface.co/{name}, then `hf auth login`.",
         errors.RepositoryNotFoundError: "is not on the Hub, or it is private: check the name, or `hf auth login`.",
         errors.RevisionNotFoundError: f"has no commit {commit} on the Hub. Copy it from the page of its files.",
-        errors.LocalEntryNotFoundError: unreachable(name, commit),
+        errors.LocalEntryNotFoundError: unreachable(name, commit) + enough,
         errors.EntryNotFoundError: "has no config.json on the Hub, so it is not a transformers model.",
     }
     # Without a network huggingface_hub would retry for 23 s, with a warning each time.
@@ -65,11 +66,10 @@ def hub_file(name: str, commit: str | None = None) -> Path:
 
 def unreachable(name: str, commit: str | None = None) -> str:
     """Return the error about an uncached Hub id without a network, and its fix."""
-    at = f" at commit {commit}" if commit else ""
+    at, revision = (f" at commit {commit}", f" --revision {commit}") if commit else ("", "")
     return (
         f"is not in the local cache{at} and the Hugging Face Hub cannot be reached: "
-        f"run `hf download {name} --local-dir FOLDER` where there is a network, and give that folder. "
-        "A forecast needs config.json alone."
+        f"run `hf download {name}{revision} --local-dir FOLDER` where there is a network, and give that folder."
     )
 
 
