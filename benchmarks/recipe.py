@@ -106,7 +106,7 @@ def rank(
             optimizer = make_optimizer(model, run.job.train_config, fused=accelerator.scaler is None)
             schedule = make_schedule(optimizer, run.job.train_config)
             loader = run.preflight.batches(number, start=start, workers=run_config.workers)
-            model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, loader, schedule)
+            model, optimizer, loader = tk.prepare(accelerator, model, optimizer, loader)
             prepared = tk.prepared(accelerator, (model, optimizer))
             with run.listening():
                 yield Rank(

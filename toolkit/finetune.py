@@ -31,7 +31,7 @@ def train_rank(run: RankRun) -> int:
     model, tokenizer = tk.load(accelerator, allow_unquantized=run.config.allow_unquantized)
     optimizer = make_optimizer(model, train_config, fused=accelerator.scaler is None)
     schedule = make_schedule(optimizer, train_config)
-    model, optimizer, loader, schedule = tk.prepare(accelerator, model, optimizer, run.batches(), schedule)
+    model, optimizer, loader = tk.prepare(accelerator, model, optimizer, run.batches())
     prepared = tk.prepared(accelerator, (model, optimizer))
     run.restore(prepared, schedule)
 

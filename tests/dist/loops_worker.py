@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import ranks
 
 README = Path(__file__).parents[2] / "README.md"
 SCRIPTS = Path(__file__).with_name("scripts")
-SCRIPTED = ("ddp", "zero2", "zero3", "fsdp")
+SCRIPTED = ("none", "ddp", "zero2", "zero3", "fsdp")
 BATCH, LENGTH, NORM = 8, 16, 0.05
 
 
@@ -70,6 +71,26 @@ def script_of_others(name: str, train_config: str, changes: dict[str, str]) -> A
     return spaces["main"]
 
 
+def plain(sharding: str, count: int) -> Any:
+    """The `main` of a script as it is, on the CPU."""
+    from accelerate import Accelerator
+
+    from toolkit.config.strategy import Strategy
+    from toolkit.config.train_config import TrainConfig
+    from toolkit.devices.machine import hardware
+    from toolkit.engines.job import resolve
+    from toolkit.training import setup
+
+    ranks.reset()
+    if count > 1:  # a group of its own, beside those that have ended
+        setup._init_group(resolve(Strategy(sharding=sharding), TrainConfig(), None, count, hardware().device), None)
+        setup._accelerators += 1
+    spaces: dict[str, Any] = {}
+    exec((SCRIPTS / "accumulation.py").read_text(), spaces)
+    spaces["Accelerator"] = partial(Accelerator, cpu=True)
+    return spaces["main"]
+
+
 def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
     """What each of the three scripts gives."""
     import toolkit as tk
@@ -77,8 +98,13 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
     root, size = Path(folder).parent, BATCH // count
     states = str(root / f"states-{sharding}")
     found: dict[str, Any] = {
-        "accumulation": script_of_others("accumulation", "accumulation=2", {})(str(root / "bert"), size)
+        "accumulation": script_of_others("accumulation", "accumulation=2, max_grad_norm=0", {})(
+            str(root / "bert"), size
+        )
     }
+    if sharding in ("none", "ddp"):
+        found["plain"] = plain(sharding, count)(str(root / "bert"), size)
+        ranks.reset()
     train_config = "accumulation=3, max_grad_norm=0.5"
     try:
         found["tokens as they are"] = script_of_others("tokens", train_config, {})(folder, size)

@@ -85,6 +85,15 @@ def test_a_model_of_ones_own_trains_the_same_under_every_sharding(found: dict[st
         assert "(the first difference: model.embed_tokens.weight)" in line, sharding
 
 
+def test_a_converted_script_keeps_its_schedule(found: dict[str, dict[str, Any]]) -> None:
+    """Losses and rates of each step are those of plain Accelerate: its schedulers step once for every rank."""
+    for sharding in ("none", "ddp", "zero2", "zero3", "fsdp"):
+        reference = found["none" if sharding == "none" else "ddp"]["scripts"]["plain"]
+        result = found[sharding]["scripts"]["accumulation"]
+        assert result == pytest.approx(reference, rel=1e-5), sharding
+        assert result[-24:] == reference[-24:], (sharding, "rates of 12 micro-batches, of schedule and optimizer")
+
+
 def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
     """With the one line changed; where an engine has no `model.no_sync()`, also with what the sentence says."""
     reference = found["ddp"]["scripts"]

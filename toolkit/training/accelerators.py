@@ -51,7 +51,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
       its sum is divided by `accumulation`, as Accelerate does.
     - A prepared optimizer's `step` clips the norm of all gradients that it steps with to `TrainConfig.max_grad_norm` once, with
       and without a call of `clip_grad_norm_`, and takes no step where the norm is not finite.
-    - A prepared scheduler's `step` does nothing in a micro-batch that only accumulates, and after a step that was skipped.
+    - A prepared scheduler steps as Accelerate's: once for every rank, and neither in a micro-batch that only accumulates nor
+      after a step that was skipped. A line says so.
     - Every rank gets rank 0's buffers.
     - `prepare` raises `StrategyMismatch` where its result differs from the request.
     """
@@ -152,7 +153,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None
     ) -> Any:
         """Call Accelerate's `prepare`; set up the optimizers and schedulers that it adds."""
-        earlier = list(self._optimizers)
+        earlier, schedulers = list(self._optimizers), len(self._schedulers)
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(engine_of(self.job.strategy).preparing(self.job, model))
@@ -160,8 +161,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         for optimizer in self._optimizers:
             if optimizer not in earlier:
                 self._clip_before_step(optimizer)
-        for scheduler in self._schedulers:
-            scheduler.split_batches = True  # otherwise it steps once for every rank
+        if self.num_processes > 1 and self.step_scheduler_with_optimizer and len(self._schedulers) > schedulers:
+            self.print(
+                f"prepare: the scheduler takes {self.num_processes} steps an optimizer step, one for every rank, as in Accelerate. "
+                "tk.accelerator(step_scheduler_with_optimizer=False) leaves all its steps to the loop."
+            )
         if self._deepspeed and optimizers:
             # `backward` uses the engine that was made first, which may be a teacher's.
             self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])

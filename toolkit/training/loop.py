@@ -112,7 +112,7 @@ def train(
     Args:
         prepared: model and optimizer after `prepare`.
         loader: this rank's micro-batches in order, `accumulation` of them a step: `input_ids`, `labels`, … [b, s].
-        schedule: stepped once an optimizer step on any number of ranks. Steps that fp16 skips do not count.
+        schedule: prepared or not, stepped once an optimizer step on any number of ranks. Steps that fp16 skips do not count.
         start: steps that were done before.
         on_begin: called with each step's number as it begins.
         samples: returns a step's samples as text, for messages.
@@ -177,7 +177,8 @@ class _Loop:
     def __init__(self, prepared: Prepared, schedule: Any, samples: Callable[[int], str]) -> None:
         import torch
 
-        self._prepared, self._schedule, self._samples = prepared, schedule, samples
+        # A prepared one steps once for every rank.
+        self._prepared, self._schedule, self._samples = prepared, getattr(schedule, "scheduler", schedule), samples
         self._engine, self._job = engine_of(prepared.job.strategy), prepared.job
         self.on_device = self._engine.steps_on_device(prepared)
         self._found_inf = torch.zeros((), device=prepared.accelerator.device)
@@ -204,7 +205,8 @@ class _Loop:
             with self._restored_after_failure(before):
                 self._check_loss(number, sums)
             result = self._engine.step(self._prepared)
-        self._schedule.step()
+        if not result.skipped:
+            self._schedule.step()
         norm = HostCopy(torch.as_tensor(result.norm, dtype=torch.float64))
         return _RunningStep(number=number, lr=lr, began=began, sums=sums, before=before, result=result, norm=norm)
 

@@ -47,6 +47,7 @@ def accelerator(
     log_with: str | None = None,
     project_dir: str | Path | None = None,
     timeout: float | None = None,
+    step_scheduler_with_optimizer: bool = True,
 ) -> Accelerator:
     """Return the Accelerator that trains as the strategy says, on the launched ranks. `os.environ` does not change.
 
@@ -61,6 +62,8 @@ def accelerator(
         project_dir: where trackers write.
         timeout: seconds after which a rank gives up waiting for another in a collective; by default torch's (10 minutes
             with NCCL, 30 with gloo).
+        step_scheduler_with_optimizer: Accelerate's. A prepared scheduler takes a step for every rank after each optimizer
+            step. False: one step a call, in micro-batches that only accumulate, too.
 
     Raises:
         StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
@@ -75,7 +78,13 @@ def accelerator(
     limit = None if timeout is None else pg_timeout(timeout)
     _reset_state(resolved, limit)
     wait_at_exit()
-    result: Accelerator = accelerator_class()(resolved, limit, log_with=trackers or None, project_dir=project_dir)
+    result: Accelerator = accelerator_class()(
+        resolved,
+        limit,
+        log_with=trackers or None,
+        project_dir=project_dir,
+        step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+    )
     return result
 
 

@@ -209,7 +209,7 @@ def _prepare(preflight: Preflight, run_config: RunConfig) -> tuple[Prepared, Any
     optimizer = make_optimizer(model, job.train_config, fused=rank.scaler is None)
     schedule = make_schedule(optimizer, job.train_config)
     loader = preflight.batches(0, workers=run_config.workers)
-    model, optimizer, loader, schedule = prepare(rank, model, optimizer, loader, schedule)
+    model, optimizer, loader = prepare(rank, model, optimizer, loader)
     return prepared(rank, (model, optimizer)), loader, schedule
 
 

@@ -1,8 +1,8 @@
-"""In the manner of Accelerate's `examples/by_feature/gradient_accumulation.py`: `accumulate`, a schedule, an evaluation."""
+"""In the manner of Accelerate's `examples/by_feature/gradient_accumulation.py`: `accumulate`, warm-up and cosine, an evaluation."""
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForSequenceClassification, get_linear_schedule_with_warmup, set_seed
+from transformers import AutoModelForSequenceClassification, get_cosine_schedule_with_warmup, set_seed
 
 ACCUMULATION = 2
 
@@ -16,12 +16,12 @@ def pairs(count, seed):
 def main(folder, batch_size, epochs=2):
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     set_seed(42)
-    train_dataloader = torch.utils.data.DataLoader(pairs(24, 1), shuffle=True, batch_size=batch_size)
+    train_dataloader = torch.utils.data.DataLoader(pairs(48, 1), shuffle=True, batch_size=batch_size)
     eval_dataloader = torch.utils.data.DataLoader(pairs(14, 2), batch_size=batch_size)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model = model.to(accelerator.device)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-3)
-    lr_scheduler = get_linear_schedule_with_warmup(
+    lr_scheduler = get_cosine_schedule_with_warmup(
         optimizer=optimizer,
         num_warmup_steps=2,
         num_training_steps=(len(train_dataloader) * epochs) // ACCUMULATION,
@@ -29,7 +29,7 @@ def main(folder, batch_size, epochs=2):
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
     )
-    losses = []
+    losses, rates = [], []
     for _ in range(epochs):
         model.train()
         for batch in train_dataloader:
@@ -40,6 +40,7 @@ def main(folder, batch_size, epochs=2):
                 lr_scheduler.step()
                 optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
+            rates += [lr_scheduler.get_last_lr()[0], optimizer.param_groups[0]["lr"]]
         model.eval()
         right = []
         for batch in eval_dataloader:
@@ -51,4 +52,4 @@ def main(folder, batch_size, epochs=2):
         assert len(right) == 14, len(right)
         losses.append(right.mean().item())
     accelerator.end_training()
-    return losses
+    return losses + rates
