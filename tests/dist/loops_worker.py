@@ -114,7 +114,7 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
     found["tokens"] = script_of_others("tokens", train_config, told)(folder, size)
     checkpoints = script_of_others("checkpoints", "", {})
     found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
-    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_2")
+    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_4")
     return found
 
 
@@ -151,10 +151,88 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         if sharding in SCRIPTED:
             found["scripts"] = scripts(folder, count, sharding)
             found["own"] = own(folder, sharding, count)
+        if sharding in ("none", "ddp"):
+            found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
         if sharding == "fsdp":
             found["mismatch"] = mismatch(folder)
     finally:
         del os.environ["TOOLKIT_STRATEGY"]
+    return found
+
+
+def orders(place: Path) -> dict[str, Any]:
+    """For each kind of sampler: the second epoch's last batches and the third epoch, those of a resumed run, and the lines."""
+    import random
+
+    import torch
+    from accelerate import skip_first_batches
+    from torch.utils.data import (
+        BatchSampler,
+        DataLoader,
+        IterableDataset,
+        RandomSampler,
+        Sampler,
+        WeightedRandomSampler,
+    )
+
+    import toolkit as tk
+
+    class Mine(Sampler[int]):
+        def __len__(self) -> int:
+            return 24
+
+        def __iter__(self) -> Any:
+            yield from random.sample(range(24), 24)
+
+    class Pairs(BatchSampler):
+        def __iter__(self) -> Any:
+            yield from torch.randperm(24).view(-1, 2).tolist()
+
+    class Stream(IterableDataset[int]):
+        generator = torch.Generator()
+
+        def __iter__(self) -> Any:
+            yield from torch.randperm(24, generator=self.generator).tolist()
+
+    rows = torch.arange(24)
+    kinds: dict[str, Callable[[], Any]] = {
+        "shuffle": lambda: DataLoader(rows, 2, shuffle=True),
+        "workers": lambda: DataLoader(rows, 2, shuffle=True, num_workers=1),
+        "a generator": lambda: DataLoader(rows, 2, shuffle=True, generator=torch.Generator()),
+        "weights": lambda: DataLoader(rows, 2, sampler=WeightedRandomSampler(range(1, 25), 24)),
+        "a batch_sampler": lambda: DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 2, False)),
+        "a sampler of one's own": lambda: DataLoader(rows, 2, sampler=Mine()),
+        "batches of one's own": lambda: DataLoader(rows, batch_sampler=Pairs(Mine(), 2, False)),
+        "an iterable": lambda: DataLoader(Stream(), 2),
+        "a list": lambda: DataLoader(rows, batch_sampler=[[one, one + 1] for one in range(0, 24, 2)]),
+    }
+
+    def epochs(kind: str, resumed: bool) -> tuple[list[Any], list[str]]:
+        accelerator, said = tk.accelerator(), []
+        accelerator.print = said.append
+        Stream.generator.manual_seed(int(resumed))
+        random.seed(resumed)
+        torch.manual_seed(int(resumed))
+        loader, seen = accelerator.prepare(kinds[kind]()), []
+        if resumed:
+            accelerator.load_state(str(place / kind))
+        for epoch in range(1 if resumed else 0, 4):
+            skipped = skip_first_batches if kind == "workers" else accelerator.skip_first_batches
+            ids = []
+            for number, batch in enumerate(skipped(loader, 2) if resumed and epoch == 1 else loader):
+                torch.rand(1)  # dropout
+                ids += accelerator.gather(batch).tolist()
+                if epoch == 1 and number == 1 and not resumed:
+                    accelerator.save_state(str(place / kind))
+                    ids = []
+            seen.append(ids)
+        accelerator.end_training()
+        return seen if resumed else seen[1:], said
+
+    found = {}
+    for kind in kinds:
+        (whole, said), (resumed, _) = epochs(kind, False), epochs(kind, True)
+        found[kind] = whole, resumed, said
     return found
 
 

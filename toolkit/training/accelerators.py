@@ -20,6 +20,7 @@ from toolkit.engines.base import engine_environment, engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import patched
+from toolkit.training import epoch_order
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
@@ -84,6 +85,27 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 **options,
             )
         AcceleratorState._shared_state.setdefault("owners", WeakSet()).add(self)
+        self.register_save_state_pre_hook(self._save_orders)
+        self.register_load_state_pre_hook(self._load_orders)
+
+    def _save_orders(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        epoch_order.save(self._dataloaders, folder, self.process_index)
+
+    def _load_orders(self, models: list[Any], folder: str) -> None:
+        if not epoch_order.load(self._dataloaders, folder, self.process_index):
+            self.print(
+                f"load_state: {folder} has no order of rows. An epoch that is resumed in its middle sees other rows."
+            )
+
+    def prepare_data_loader(self, *args: Any, **options: Any) -> Any:
+        """Prepare as Accelerate does. `save_state` saves what the order of the rows is drawn from."""
+        loader = super().prepare_data_loader(*args, **options)
+        if name := epoch_order.follow(loader):
+            self.print(
+                f"prepare: {name} has no torch.Generator as `generator`, and no `set_epoch`. An epoch that is resumed in its "
+                "middle sees the same rows only where their order is drawn before its first row."
+            )
+        return loader
 
     @property
     def _deepspeed(self) -> bool:

@@ -13,9 +13,9 @@ def pairs(count, seed):
     return [{"input_ids": row, "labels": (row[0] < 100).long()} for row in ids]
 
 
-def main(folder, batch_size, output_dir, resume_from_checkpoint=None, epochs=2, checkpointing_steps=2):
+def main(folder, batch_size, output_dir, resume_from_checkpoint=None, epochs=2, checkpointing_steps=4):
     accelerator = Accelerator()
-    set_seed(42)
+    set_seed(42 if resume_from_checkpoint is None else 7)
     train_dataloader = torch.utils.data.DataLoader(pairs(24, 1), shuffle=True, batch_size=batch_size)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-3)
@@ -34,7 +34,6 @@ def main(folder, batch_size, output_dir, resume_from_checkpoint=None, epochs=2, 
     losses = []
     for epoch in range(starting_epoch, epochs):
         model.train()
-        train_dataloader.set_epoch(epoch)
         if resume_from_checkpoint is not None and epoch == starting_epoch and resume_step is not None:
             active_dataloader = accelerator.skip_first_batches(train_dataloader, resume_step)
         else:
