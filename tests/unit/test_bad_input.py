@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import json
+import operator
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +19,7 @@ from typing import Any
 import pytest
 import runs
 import tiny
-from programs import start
+from programs import environment, start, until
 
 from toolkit import cli
 from toolkit.config.run_config import RunConfig
@@ -25,6 +29,7 @@ from toolkit.core.errors import RunError
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
+from toolkit.engines.plugins import PLUGINS, import_plugins
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.preflight import run_preflight
 from toolkit.training.resumption import check_not_repeated
@@ -197,17 +202,18 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_stopped_while_it_reads_data(number: str, code: int, tmp_path: Path) -> None:
-    """A pipe as the data file: reading it is where the signal comes."""
-    work, pipe = tmp_path / "work", tmp_path / "data.txt"
+    """A file of many short lines takes seconds; its draft shows that it is being read."""
+    work, cache = tmp_path / "work", tmp_path / "cache"
     work.mkdir()
-    os.mkfifo(pipe)
-    started = shell("train", "--data", str(pipe), cwd=work)
-    with pipe.open("wb"):  # opens when the command does
-        started.send_signal(getattr(signal, number))
-        out, err = started.communicate(timeout=60)
+    (tmp_path / "data.txt").write_bytes(b"a\n" * 30_000_000)
+    environ = environment(XDG_CACHE_HOME=str(cache))
+    started = shell("train", "--data", str(tmp_path / "data.txt"), cwd=work, env=environ)
+    until(lambda: list(cache.glob("*/documents/.reading-*")), what="reading", alive=started)
+    started.send_signal(getattr(signal, number))
+    out, err = started.communicate(timeout=60)
     assert started.returncode == code, err
     assert (out, err.strip()) == ("", f"toolkit: stopped by {number}")
-    assert list(work.iterdir()) == []
+    assert list(work.iterdir()) == list(cache.glob("*/documents/*")) == []
 
 
 def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
@@ -252,3 +258,75 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert f"The run's own export is in {run.export}." in said
     assert "Resume it" not in said
+
+
+@pytest.mark.parametrize("junk", [0, -1, -0.0, "4", True, [], 1e308, 5e-324])
+def test_no_figure_below_nothing_calibrates(junk: Any, tmp_path: Path) -> None:
+    """Each figure that a forecast is divided or multiplied by is refused by its name."""
+    run = runs.write(tmp_path / "run", [runs.event(1), runs.event(2)], memory=runs.memory())
+    memory, steps = json.loads((run.path / "memory.json").read_text()), (run.path / "events.jsonl").read_text()
+    forecast = runs.expected()
+    assert forecast.calibrate(run.path).peak_bytes > 0
+    names = ["measured.peak_bytes", "forecast.device.peak_bytes", "forecast.operations", "forecast.step_seconds"]
+    names += [f"measured.per_rank.{name}" for name in ("peak_bytes", "reserved_bytes", "device_bytes")]
+    for name in names:
+        *path, last = name.split(".")
+        changed = copy.deepcopy(memory)
+        place = functools.reduce(operator.getitem, path, changed)
+        for record in place if isinstance(place, list) else [place]:
+            record[last] = junk
+        (run.path / "memory.json").write_text(json.dumps(changed))
+        with pytest.raises(
+            RunError, match=rf"Cannot calibrate with .*: {name} is .*, expected a positive number\. Name"
+        ):
+            forecast.calibrate(run.path)
+    (run.path / "memory.json").write_text(json.dumps(memory))
+    (run.path / "events.jsonl").write_text(re.sub('"seconds": [^,}]+', f'"seconds": {json.dumps(junk)}', steps))
+    with pytest.raises(RunError, match=r"seconds of step 1 is .*, expected a positive|line 1: seconds is .*, expected"):
+        forecast.calibrate(run.path)
+
+
+PLUGIN_FILES = {
+    "json": ("", "json/__init__.py is the module 'json', so rename the file"),
+    "colorsys": ("", "colorsys.py is the module 'colorsys', so rename the file"),
+    "broken": ("def (", r"invalid syntax \(broken.py, line 1\) \(SyntaxError\)"),
+    "failing": ("1 / 0", r"division by zero \(ZeroDivisionError\)"),
+    "pipe": (os.mkfifo, "it is not a regular file"),
+    "folder": (os.mkdir, "it is not a regular file"),
+    "endless": (lambda path: os.symlink("/dev/zero", path), "it is not a regular file"),
+    "missing": (None, "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", PLUGIN_FILES)
+def test_a_file_that_is_no_plugin_is_refused_by_the_variable(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, why = PLUGIN_FILES[name]
+    path = tmp_path / f"{name}.py"
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content:
+        content(path)
+    monkeypatch.setenv(PLUGINS, str(path))
+    for _ in range(2):  # what failed is not half there the next time
+        with pytest.raises(
+            ImportError, match=f"^TOOLKIT_ENGINES names .*{name}.py', which cannot be imported: .*{why}"
+        ):
+            import_plugins()
+
+
+def test_a_folder_or_a_module_that_fails_is_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "plain_folder").mkdir()
+    (tmp_path / "failing_module.py").write_text("nothing")
+    words = {"plain_folder": "it is a folder without an __init__.py", "failing_module": "name 'nothing' is not defined"}
+    for name, why in {**words, str(tmp_path): "No module named", ".relative": "relative import"}.items():
+        monkeypatch.setenv(PLUGINS, name)
+        with pytest.raises(ImportError, match=f"^TOOLKIT_ENGINES names '{name}', which cannot be imported: .*{why}"):
+            import_plugins()
+    (tmp_path / "plain_plugin.py").write_text("")
+    monkeypatch.setenv(PLUGINS, str(tmp_path / "plain_plugin.py"))
+    import_plugins()
+    import_plugins()
+    assert sys.modules.pop("plain_plugin").__file__ == str(tmp_path / "plain_plugin.py")

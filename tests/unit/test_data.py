@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -400,6 +402,12 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="the folder holds no text"):
         data.ingest(tmp_path / "folder")
+    for name in ("pipe.jsonl", "pipe.parquet", "pipe.txt"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match=f"{name}: is a pipe or a device, expected a file"):
+            data.ingest(tmp_path / name)
+    with pytest.raises(DataError, match="data /dev/zero: is a pipe or a device, expected a file"):
+        data.ingest("/dev/zero")
     for missing in (tmp_path / "no.jsonl", "no.txt", "./no", "data/no.jsonl"):
         with pytest.raises(DataError, match="no such file or folder"):
             data.ingest(missing)
@@ -709,6 +717,19 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
         prepare()
     with pytest.raises(DataError, match=r"chat template nowhere\.jinja: cannot be read"):
         prepare(chat_template="nowhere.jinja")
+    (tmp_path / "empty").write_text(" \n")
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in {"empty": "it is empty", "pipe": "it is not a regular file"}.items():
+        with pytest.raises(DataError, match=f"{name}: cannot be read: {why}. Give a UTF-8 file with a Jinja template"):
+            prepare(chat_template=tmp_path / name)
+    with pytest.raises(DataError, match="chat template /dev/zero: cannot be read: it is not a regular file"):
+        prepare(chat_template="/dev/zero")
+    for template in ("{# nothing #}", "{{ '' }}"):
+        for packing in (None, False):
+            with pytest.raises(
+                DataError, match="line 1: no token to train on, since the chat template renders nothing"
+            ):
+                prepare(chat_template=template, packing=packing)
     with pytest.raises(DataError, match="line 1: the chat template refuses these messages: users only"):
         prepare(chat_template="{{ raise_exception('users only') }}")
     forgetful = (
@@ -755,10 +776,61 @@ def test_cache(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
     path.write_text(path.read_text(encoding="utf-8").replace("import", "export"), encoding="utf-8")
     prints.add(data.prepare_data(path, tokenizer, replace(LLAMA_SPEC, vocab=5000), seq_len=16).fingerprint)
     assert len(prints) == 7
-    with (rows.folder / "labels.bin").open("ab") as file:
-        file.truncate(8)
-    with pytest.raises(DataError, match=r"damaged \(labels.bin has 8 bytes.*Delete the folder"):
-        data.find_rows(rows.fingerprint)
+
+
+def test_damaged_rows_documents_and_sources_are_made_again(tokenizer: Any, tmp_path: Path, cache: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES))
+
+    def prepare(seq_len: int = 16) -> tuple[data.Rows, dict[str, Any]]:
+        rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=seq_len)
+        return rows, {name: column.tolist() for name, column in rows.columns.items()}
+
+    expected, other = prepare(), prepare(seq_len=8)[0].folder
+    folder = expected[0].folder
+    labels, meta = folder / "labels.bin", folder / "meta.json"
+    (entry,) = (cache.parent / "sources").glob("*.json")
+    (documents,) = (cache.parent / "documents").iterdir()
+    values = json.loads(meta.read_text())["value"]
+
+    def rewrite(file: Path, **changes: Any) -> None:
+        file.write_text(json.dumps({"sha256": "0" * 64, "value": {**json.loads(file.read_text())["value"], **changes}}))
+
+    def replace_by(put: Callable[[Path], Any], file: Path) -> None:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        put(file)
+
+    damages: list[Callable[[], Any]] = [
+        lambda: os.truncate(labels, 8),
+        lambda: replace_by(os.mkfifo, labels),
+        lambda: replace_by(os.mkfifo, meta),
+        lambda: replace_by(os.mkfifo, folder),
+        lambda: replace_by(lambda file: file.symlink_to("/etc"), folder),
+        lambda: replace_by(lambda file: shutil.copytree(other, file), folder),
+        lambda: (folder / "meta.json").write_text("[" * 200_000),
+        *(
+            partial(rewrite, meta, **{name: junk})
+            for name in ("count", "seq_len", "fingerprint")
+            for junk in (-1, "4", values[name])
+        ),
+    ]
+    for number, break_it in enumerate(damages):
+        break_it()
+        assert data.find_rows(expected[0].fingerprint) is None, number
+        assert prepare() == expected, number
+    sources: list[Callable[[], Any]] = [
+        lambda: replace_by(os.mkfifo, entry),
+        lambda: rewrite(entry, hash="../../x"),
+        lambda: rewrite(entry, hash=4),
+        lambda: entry.write_text("[" * 200_000),
+        lambda: replace_by(os.mkfifo, documents),
+        lambda: replace_by(Path.mkdir, documents),
+        lambda: os.truncate(documents, 100),
+    ]
+    for number, break_it in enumerate(sources):
+        break_it()
+        shutil.rmtree(folder)
+        assert prepare() == expected, number
+    assert sorted(cache.glob("*/")) == sorted([folder, other]), "something half-written"
 
 
 @pytest.mark.dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from toolkit.cli.parser import parse
 from toolkit.config.flags import from_dict, given
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines.deepspeed.user_config import read_config
+from toolkit.engines.deepspeed.user_config import _KNOWN, CHOICES, FIXED, IGNORED, NUMBERS, read_config
 from toolkit.engines.job import resolve
 from toolkit.training.setup import agree, agree_train_config
 
@@ -106,6 +107,20 @@ def test_a_processor_without_fp16_refuses_the_file_by_name(path: Path) -> None:
         ({"scheduler": {"type": "OneCycle"}}, 'scheduler.type is "OneCycle"'),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled is true. Expected no such key"),
         ({"train_batch_size": 7}, "Expected micro-batch 3 x accumulation 1 x 2 ranks"),
+        ({"train_batch_size": True}, "train_batch_size is true. Expected "),
+        (
+            {"gradient_accumulation_steps": 0, "train_batch_size": 4},
+            "accumulation_steps is 0. Expected int of at least 1",
+        ),
+        ({"gradient_clipping": {}}, "gradient_clipping is {}. Expected a number"),
+        ({"zero_optimization": 2}, "zero_optimization is 2. Expected an object"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage is true. Expected 1, 2, 3"),
+        ({"zero_optimization": {"stage": {}}}, "zero_optimization.stage is {}. Expected 1, 2, 3"),
+        ({"fp16": {"initial_scale_power": 1_000_000}}, "fp16.initial_scale_power is 1000000. Expected a number"),
+        ({"fp16": {"initial_scale_power": 15.5}}, "fp16.initial_scale_power is 15.5. Expected a number"),
+        ({"optimizer": {"params": {"betas": [0.9, None]}}}, "optimizer.params.betas is [0.9, null]. Expected a number"),
+        ({"optimizer": {"params": {"betas": [0.9, 1]}}}, "betas is [0.9, 1]. Expected float below 1"),
+        ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1. Expected float above 0"),
     ],
 )
 def test_what_would_not_be_followed_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -114,6 +129,76 @@ def test_what_would_not_be_followed_is_refused(change: dict[str, Any], said: str
     with pytest.raises(StrategyError) as error:
         read_config(path, 2)
     assert said in str(error.value)
+
+
+JUNK = (
+    "1e999", "-1e999", "NaN", "-1", "1" + "0" * 30, "9" * 5_000, "true", '""', '"x"', '"1e-3"', "[]", "[[[1]]]", '{"a": 1}',
+    "[" * 400 + "]" * 400, '"' + "x" * 100_000 + '"', '"\\ud800"', '{"a": ' * 400 + "1" + "}" * 400,
+)  # fmt: skip
+"""Values that no key takes, as JSON."""
+
+
+def test_no_value_of_any_key_ends_in_a_traceback(tmp_path: Path) -> None:
+    """Each is refused in one sentence that names file, key and expectation; keys without effect may have any value."""
+    path = tmp_path / "ds.json"
+    sections = {"fp16", "optimizer", "optimizer.params", "scheduler", "zero_optimization"}
+    for key in {*_KNOWN, *sections} - {*IGNORED, "zero_optimization.stage3_prefetch_bucket_size"}:
+        for junk in JUNK:
+            config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+            place, names = config, key.split(".")
+            for name in names[:-1]:
+                place = place.setdefault(name, {})
+            place[names[-1]] = "HERE"
+            path.write_text(json.dumps(config).replace('"HERE"', junk))
+            switch = junk == "true" and "true" in map(json.dumps, (*CHOICES.get(key, ()), FIXED.get(key)))
+            if switch or (junk == JUNK[4] and NUMBERS.get(key, ("", int))[1] is float):
+                assert read_config(path, 2)
+                continue
+            with pytest.raises(StrategyError, match=rf"^{path}: {key}\S* is .{{1,50}}\. Expected .{{1,100}}\.$"):
+                read_config(path, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "it is not JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"[" * 200_000, "it is nested too deeply"),
+        (b'{"a":' * 200_000, "it is nested too deeply"),
+        (b'{"a": "\xfc"}', "'utf-8' codec can't decode byte 0xfc"),
+        (b" " * (16 * 2**20 + 1), "it has more than 16,777,216 bytes"),
+        (b'{"zero_optimization": {"stage": 2, "stage": 3}}', "the name 'stage' stands twice in an object"),
+        (b'{"zero_optimization": {}, "zero_optimization": {"stage": 3}}', "the name 'zero_optimization' stands twice"),
+        (
+            b'{"zero_optimization": {"stage": 2}, "zero_optimization.stage": 3}',
+            "the name 'zero_optimization.stage' has a point",
+        ),
+    ],
+)
+def test_what_is_no_file_of_deepspeeds_is_refused(text: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(text)
+    with pytest.raises(StrategyError) as error:
+        parse(["train", "--deepspeed-config", str(path)])
+    assert str(error.value).startswith(f"DeepSpeed's file {str(path)!r} cannot be read as a JSON object: {said}")
+
+
+def test_no_place_is_waited_for_or_read_for_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to("circle")
+    places = [
+        tmp_path,
+        tmp_path / "pipe",
+        tmp_path / "circle",
+        "/dev/zero",
+        "~nobodys/ds.json",
+        "\0",
+        "",
+        tmp_path / "no",
+    ]
+    for place in places:
+        with pytest.raises(StrategyError, match="cannot be read as a JSON object"):
+            read_config(place)
 
 
 def test_a_global_batch_gives_the_micro_batch(tmp_path: Path) -> None:

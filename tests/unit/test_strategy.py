@@ -160,3 +160,11 @@ def test_results_show_themselves() -> None:
     strategy = Strategy(sharding="zero2")
     assert "zero2" in str(strategy)
     assert '<th scope="col"' in strategy._repr_html_()
+
+
+@pytest.mark.parametrize("value", [2**63, -(10**400), 10**5_000], ids=["large", "negative", "unspellable"])
+def test_no_integer_has_more_than_64_bits(value: int) -> None:
+    """A float cannot hold it, and Python may not even spell it."""
+    for fields in ({"steps": value}, {"lr": value}, {"micro_batch": value}):
+        with pytest.raises(StrategyError, match=r" of [\d]+ bits: expected (int|float) of at most 63 bits"):
+            TrainConfig(**fields)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.manifest import sha256_of_all
-from toolkit.core.atomic_io import write_whole
-from toolkit.core.cache import cache_folder
+from toolkit.core.cache import cache_folder, keep, recall
 from toolkit.core.errors import CheckpointError
 from toolkit.core.redaction import MARK, redact_all
 from toolkit.models import ModelSpec, local_weights
@@ -132,12 +131,14 @@ def _base_digests(spec: ModelSpec) -> dict[str, Any]:
 def _cached_digests(files: list[Path]) -> dict[Path, str]:
     """Return the sha256 of files, each computed once for a path, size and time of change."""
     memory = cache_folder("hashes")
-    notes = {}
+    notes, digests = {}, {}
     for path in files:
         stat = path.stat()
         stamp = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
         notes[path] = memory / hashlib.sha256(stamp.encode()).hexdigest()
-    unknown = [path for path in files if not notes[path].exists()]
+        digests[path] = recall(notes[path], str)
+    unknown = [path for path in files if digests[path] is None]
     for path, digest in zip(unknown, sha256_of_all(unknown), strict=True):
-        write_whole(notes[path], digest.encode())
-    return {path: notes[path].read_text() for path in files}
+        keep(notes[path], digest)
+        digests[path] = digest
+    return {path: str(digest) for path, digest in digests.items()}

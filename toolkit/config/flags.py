@@ -35,26 +35,33 @@ def validate(owner: Any) -> None:
         StrategyError: with the value and what was expected; for a word with the nearest known one.
     """
     for f in dataclasses.fields(owner):
-        (kind, optional), value = _kinds(type(owner))[f.name], getattr(owner, f.name)
-        about: Mapping[str, Any] = f.metadata
-        if value is None and optional:
-            continue
-        if choices := about.get("values"):
-            later = about["later"]
-            if value not in choices:
-                known = ", ".join(word for word in choices if word not in later)
-                raise StrategyError(f"{f.name} {value!r} is unknown.{nearest(value, choices)} Known: {known}.")
-            if value in later:
-                raise StrategyError(f"{f.name} {value!r} is not available yet.")
-            continue
-        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) > (kind is bool):
-            raise StrategyError(f"{f.name} {value!r}: expected {kind.__name__}.")
-        if kind is float and not math.isfinite(value):
-            raise StrategyError(f"{f.name} {value!r}: expected a finite number.")
-        for word, bound in about["bounds"].items():
-            holds, text = _BOUNDS[word]
-            if not holds(value, bound):
-                raise StrategyError(f"{f.name} {value!r}: expected {kind.__name__} {text} {bound:g}.")
+        check_value(type(owner), f.name, getattr(owner, f.name))
+
+
+def check_value(owner: type[Any], name: str, value: Any) -> None:
+    """Check a value of a dataclass's field, as `validate` does."""
+    kind, optional = _kinds(owner)[name]
+    about: Mapping[str, Any] = owner.__dataclass_fields__[name].metadata
+    if value is None and optional:
+        return
+    if choices := about.get("values"):
+        later = about["later"]
+        if value not in choices:
+            known = ", ".join(word for word in choices if word not in later)
+            raise StrategyError(f"{name} {value!r} is unknown.{nearest(value, choices)} Known: {known}.")
+        if value in later:
+            raise StrategyError(f"{name} {value!r} is not available yet.")
+        return
+    if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) > (kind is bool):
+        raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise StrategyError(f"{name} of {value.bit_length()} bits: expected {kind.__name__} of at most 63 bits.")
+    if kind is float and not math.isfinite(value):
+        raise StrategyError(f"{name} {value!r}: expected a finite number.")
+    for word, bound in about["bounds"].items():
+        holds, text = _BOUNDS[word]
+        if not holds(value, bound):
+            raise StrategyError(f"{name} {value!r}: expected {kind.__name__} {text} {bound:g}.")
 
 
 _BOUNDS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -98,20 +99,29 @@ def read_limited(path: Path, limit: int) -> bytes:
         return file.read(size)  # a bound on memory: a rank without memory reads run.json, too
 
 
-def parse_json(data: bytes | str, *, finite: bool = True) -> Any:
-    """Parse JSON; with `finite`, only numbers that 64 bits can hold, as this package writes them.
+def parse_json(data: bytes | str, *, finite: bool = True, **hooks: Any) -> Any:
+    """Parse JSON; with `finite`, only numbers that 64 bits can hold, as this package writes them; `hooks` as in `json.loads`.
 
     Raises:
         ValueError: for other numbers, for what is no JSON, and for what is nested too deeply.
     """
     try:
         if not finite:
-            return json.loads(data)
-        return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
+            return json.loads(data, **hooks)
+        return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float, **hooks)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as an `object_pairs_hook`; refuse duplicate names."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {shorten_value(twice)!r} stands twice in an object")
+    return fields
 
 
 def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
@@ -132,11 +142,11 @@ def check_fields(record: Any, kinds: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {shorten_value(record[name])}, expected {expected}")
 
 
-def shorten_value(value: Any) -> str:
-    """Return a value for a message: its first 40 characters."""
+def shorten_value(value: Any, limit: int = 40) -> str:
+    """Return a value for a message: its first characters."""
     text = str(value) if isinstance(value, str | int | float | None) else type(value).__name__
     text = text.replace("\n", "\\n")
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def expand_user(path: str | Path) -> Path:

@@ -5,21 +5,30 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 
-from toolkit.core.atomic_io import expand_user, write_whole
+from toolkit.core.atomic_io import expand_user, read_limited, write_whole
 from toolkit.core.errors import ToolkitError
+
+T = TypeVar("T")
+
+LONGEST = 256 * 2**20
+"""Bytes of the longest file of the cache that is read."""
 
 
 def cache_folder(*parts: str) -> Path:
     """Return a folder of the cache. It is created if needed.
 
     Raises:
-        ToolkitError: where it cannot be made.
+        ToolkitError: where it cannot be made, or is another user's, who could write into it.
     """
     return _make_folder("the cache", "XDG_CACHE_HOME", Path(".cache"), parts)
 
@@ -28,7 +37,7 @@ def state_folder(*parts: str) -> Path:
     """Return a folder for this user's state on this machine, created if needed, unreadable for others.
 
     Raises:
-        ToolkitError: where it cannot be made.
+        ToolkitError: where it cannot be made, or is another user's, who could write into it.
     """
     return _make_folder("the folder of states", "XDG_STATE_HOME", Path(".local", "state"), parts)
 
@@ -41,10 +50,13 @@ def _make_folder(what: str, variable: str, default: Path, parts: tuple[str, ...]
     try:
         (root / "accelerate-toolkit").mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = [path for path in (root / "accelerate-toolkit", folder) if path.stat().st_uid != os.geteuid()]
     except OSError as error:
         raise ToolkitError(
             f"{what} {folder} cannot be made: {error.strerror}. Set {variable} to a folder that can be written."
         ) from error
+    if others:
+        raise ToolkitError(f"{what} {others[0]} belongs to another user. Set {variable} to a folder of your own.")
     return folder
 
 
@@ -75,6 +87,26 @@ _version = lru_cache(metadata.version)
 """Cached: every forecast of a plan calls it."""
 
 
-def keep(path: Path, text: str) -> None:
-    """Write a file of the cache whole: others may read or write it meanwhile."""
-    write_whole(path, text.encode())
+def keep(path: Path, value: Any) -> None:
+    """Write a JSON value into the cache, whole: others may read or write it meanwhile. Where that fails nothing is kept."""
+    with contextlib.suppress(OSError):
+        write_whole(path, sealed(path.name, json.dumps(value, separators=(",", ":")).encode()))
+
+
+def recall(path: Path, decode: Callable[[Any], T]) -> T | None:
+    """Return what `decode` makes of the value in a file of the cache.
+
+    None for a missing file, for one that `keep` did not write under this name, and where `decode` fails: make it again.
+    """
+    try:
+        data = read_limited(path, LONGEST)
+        text = data[len(sealed("", b"")) - 2 : -2]
+        return decode(json.loads(text)) if data == sealed(path.name, text) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def sealed(name: str, text: bytes) -> bytes:
+    """Return a file of the cache: JSON with a digest of the file's name and content. It shows damage, and other writers."""
+    digest = hashlib.sha256(name.encode() + b"\0" + text).hexdigest()
+    return b'{"sha256":"%s","value":%s}\n' % (digest.encode(), text)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.atomic_io import open_regular, unique_names
 from toolkit.core.errors import DataError
 from toolkit.data.sources import JSONL, Source
 
@@ -81,7 +81,7 @@ def _read_errors(name: str | Path) -> Iterator[None]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield a file's lines with their numbers."""
     filled = False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             _check_size(len(line), f"{path}, line {number}")
             filled = filled or bool(line.strip())
@@ -121,7 +121,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
         if blank:
             raise DataError(f"{path}, line {blank}: the row is empty. Remove it.")
         try:
-            yield number, json.loads(text, object_pairs_hook=_unique_keys)
+            yield number, json.loads(text, object_pairs_hook=unique_names)
         except (ValueError, RecursionError) as error:
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):  # some of its messages end with "at" already
@@ -135,15 +135,6 @@ def _decoded(data: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 at byte {error.start} ({data[error.start]:#04x})"
         raise DataError(f"{where}: {problem}. Convert it: iconv -f LATIN1 -t UTF-8") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse duplicate names."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the name {twice!r} stands twice in an object")
-    return fields
 
 
 def _check_size(size: int, where: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.atomic_io import expand_user
-from toolkit.core.cache import cache_folder, keep
+from toolkit.core.cache import cache_folder, keep, recall
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.data.files import Document, documents
@@ -70,12 +69,13 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 
 def _cached_contents(origin: Source, entry: Path) -> Contents | None:
-    """Return the contents in the cache if all files are unchanged."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        cached, now = json.loads(entry.read_bytes()), _stats(origin)
-        contents = Contents(source=origin, hash=cached["hash"], documents=_documents_path(cached["hash"]))
-        if cached["files"] == now and len(now) == len(origin.files) > 0 and contents.documents.exists():
-            return contents
+    """Return the contents in the cache if all files, and the copy of their documents, are unchanged."""
+    with contextlib.suppress(OSError):
+        cached, now = recall(entry, dict) or {}, _stats(origin)
+        if cached.get("files") == now and len(now) == len(origin.files) > 0:
+            contents = Contents(source=origin, hash=cached["hash"], documents=_documents_path(cached["hash"]))
+            if cached["documents"] == _stat(contents.documents):
+                return contents
     return None
 
 
@@ -84,14 +84,18 @@ def _documents_path(digest: str) -> Path:
 
 
 def _stats(origin: Source) -> dict[str, list[int]]:
-    """Return each file's device, inode, size and times of change. No program can set the last one, `ctime`."""
+    """Return the state of each file."""
     result = {}
     for path in origin.files:
         with contextlib.suppress(OSError):  # reading it reports the error
-            now = path.stat()
-            if stat.S_ISREG(now.st_mode):  # a pipe is new each time
-                result[str(path)] = [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+            result[str(path)] = _stat(path)
     return result
+
+
+def _stat(path: Path) -> list[int]:
+    """Return a file's device, inode, size and times of change. No program can set the last one, `ctime`."""
+    now = path.stat()
+    return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def _read(origin: Source, entry: Path, text_column: str) -> Contents:
@@ -105,8 +109,10 @@ def _read(origin: Source, entry: Path, text_column: str) -> Contents:
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
         contents = Contents(source=origin, hash=digest, documents=_documents_path(digest))
+        if contents.documents.is_dir():
+            contents.documents.rename(Path(fresh, "damaged"))
         draft.replace(contents.documents)
-    keep(entry, json.dumps({"files": before, "hash": digest}))
+    keep(entry, {"files": before, "hash": digest, "documents": _stat(contents.documents)})
     return contents
 
 

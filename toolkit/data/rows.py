@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import ATTENTIONS
-from toolkit.core.cache import cache_folder
+from toolkit.core.cache import cache_folder, recall, sealed
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data.ingestion import Contents, cache_errors, ingest
@@ -104,23 +105,17 @@ def column_names(packed: bool) -> tuple[str, ...]:
 
 
 def find_rows(fingerprint: str) -> Rows | None:
-    """Open the rows with this fingerprint if the cache has them.
-
-    Raises:
-        DataError: for files of another length than recorded.
-    """
+    """Open the rows with this fingerprint if the cache has them, and each file has its length."""
     folder = cache_folder("data") / fingerprint
-    if not folder.exists():
-        return None
-    try:
-        rows = Rows(folder=folder, **json.loads((folder / META).read_text(encoding="utf-8")))
-        for name in column_names(rows.packed):
-            size, expected = (folder / f"{name}.bin").stat().st_size, rows.count * rows.seq_len * 4
-            if size != expected:
-                raise ValueError(f"{name}.bin has {size:,} bytes, expected {expected:,}")
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"cached data {folder}: damaged ({error}). Delete the folder; it is made again.") from error
-    return rows
+
+    def decode(meta: dict[str, Any]) -> Rows:
+        rows = Rows(folder=folder, **meta)
+        sizes = {(folder / f"{name}.bin").stat().st_size for name in column_names(rows.packed)}
+        if rows.fingerprint != fingerprint or sizes != {rows.count * rows.seq_len * 4}:
+            raise ValueError("other rows")
+        return rows
+
+    return recall(folder / META, decode)
 
 
 def prepare_data(
@@ -170,13 +165,15 @@ def prepare_data(
     fingerprint = hashlib.sha256(key.encode()).hexdigest()
     folder = cache_folder("data") / fingerprint
     with cache_errors(folder.parent), FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
+        if find_rows(fingerprint) is None:
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".rows-") as work:
                 encoded, counts = tokenize(contents, encoder), Counts()
                 rows = pack_rows(
                     encoded, counts, kind=spec.kind, packed=packed, seq_len=seq_len, pad=about["pad_token_id"]
                 )
                 _write(Path(work, "rows"), rows, counts, {**about, "fingerprint": fingerprint})
+                if os.path.lexists(folder):
+                    folder.rename(Path(work, "damaged"))
                 Path(work, "rows").rename(folder)
     result = find_rows(fingerprint)
     assert result is not None, "they were written under a lock"
@@ -230,4 +227,4 @@ def _write(folder: Path, rows: Iterable[Columns], counts: Counts, about: dict[st
             f" label. Give more text, a --seq-len above {about['seq_len']} where prompts fill it, or --no-mask-prompts."
         )
     meta = {**about, **dataclasses.asdict(counts), "count": count}
-    (folder / META).write_text(json.dumps(meta, indent=2), encoding="utf-8")
+    (folder / META).write_bytes(sealed(META, json.dumps(meta).encode()))

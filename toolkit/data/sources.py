@@ -109,6 +109,8 @@ def find_source(source: str | Path | None) -> Source:
                 return Source(name=name, files=(first, *others), kind="saved")
         return _folder(name, path)
     if path.exists():
+        if not path.is_file():
+            raise DataError(f"data {name}: is a pipe or a device, expected a file. Write its rows into one first.")
         return Source(name=name, files=(path,), kind="tables" if _suffix(path) in TABLES else "files")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name) or _suffix(name) in READ:
         raise DataError(f"data {name}: no such file or folder. Give a path that exists, or leave --data out.")

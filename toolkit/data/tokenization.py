@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import expand_user
+from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child, hold_signals
@@ -109,6 +109,9 @@ class Encoder:
         messages = document.content["messages"]
         marked = self.mask_prompts and _GENERATION.search(template) is not None
         tokens = apply(messages, return_dict=True, return_assistant_tokens_mask=marked)
+        if not tokens["input_ids"]:
+            problem = "no token to train on, since the chat template renders nothing"
+            raise DataError(f"{document.where}: {problem}. Give another with --chat-template FILE.")
         trained = [not self.mask_prompts] * len(tokens["input_ids"])
         if marked:
             trained = [bool(flag) for flag in tokens["assistant_masks"]]
@@ -172,13 +175,16 @@ def read_template(template: str | Path | None) -> str | None:
     """Return a chat template's text, from a file or the text itself (which contains a brace).
 
     Raises:
-        DataError: for a file that cannot be read.
+        DataError: for a file that cannot be read or is empty.
     """
     if template is None or "{" in str(template):
         return None if template is None else str(template)
     try:
-        return expand_user(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_limited(expand_user(template), LIMIT).decode()
+        if not text.strip():
+            raise ValueError("it is empty")
+        return text
+    except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(
             f"chat template {template}: cannot be read: {why}. Give a UTF-8 file with a Jinja template."

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from toolkit.config.strategy import SHARDINGS, Sharding
+from toolkit.core.atomic_io import open_regular
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import BUILT_IN, ENGINES, Engine
 
@@ -19,7 +20,7 @@ PLUGINS = "TOOLKIT_ENGINES"
 def register(row: Sharding, engine: Engine) -> None:
     """Add a sharding, and the engine that runs it, from outside this package.
 
-    Processes that this one starts import the engine's module, too: it is added to `TOOLKITENGINES`. A class of `__main__` cannot
+    Processes that this one starts import the engine's module, too: it is added to `TOOLKIT_ENGINES`. A class of `__main__` cannot
     be imported there, so it is known to this process alone.
 
     Args:
@@ -47,7 +48,7 @@ def register(row: Sharding, engine: Engine) -> None:
 
 
 def import_plugins() -> None:
-    """Import the modules and files that `TOOLKITENGINES` names, separated by commas; each of them calls `register`.
+    """Import the modules and files that `TOOLKIT_ENGINES` names, separated by commas; each of them calls `register`.
 
     Raises:
         ImportError: for a module that cannot be imported.
@@ -56,20 +57,35 @@ def import_plugins() -> None:
         try:
             if name.endswith(".py"):
                 _import_file(Path(name))
-            else:
-                importlib.import_module(name)
-        except (ImportError, FileNotFoundError) as error:
+            elif importlib.import_module(name).__file__ is None:
+                raise ImportError("it is a folder without an __init__.py")
+        except Exception as error:  # a module's own code fails in its own way
             raise ImportError(
-                f"{PLUGINS} names {name!r}, which cannot be imported: {error}. Install it, put its folder on PYTHONPATH, "
-                "or name its file."
+                f"{PLUGINS} names {name!r}, which cannot be imported: {str(error).rstrip('.')} ({type(error).__name__}). "
+                "Correct or install it, put its folder on PYTHONPATH, or name its file."
             ) from error
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, without its folder on the path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Import a file as the module of its name, without its folder on the path.
+
+    Raises:
+        OSError: for what is not a regular file.
+        ImportError: for the name of another module: one of the two would never be imported.
+    """
+    name = path.stem
+    open_regular(path).close()
+    other = importlib.util.find_spec(name)
+    if other and other.origin and Path(other.origin).resolve() != path.resolve():
+        raise ImportError(f"{other.origin} is the module {name!r}, so rename the file")
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a file that ends with .py has a loader"
     assert spec.loader is not None
-    if path.stem not in sys.modules:
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules[name])
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,6 +95,9 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
 
 F = TypeVar("F", bound="Forecast")
 
+RANK_BYTES = ("peak_bytes", "reserved_bytes", "device_bytes")
+"""The measured bytes of a rank."""
+
 WINDOW = 3
 """First steps, which the memory window slows; they count for speed only in runs without other steps."""
 
@@ -107,8 +110,8 @@ def calibrated(forecast: F, path: Path) -> F:
         path: the run's folder, with `memory.json`, `events.jsonl` and `run.json`.
 
     Raises:
-        RunError: for a folder without a finished run, for a run that measured nothing or was not forecast, and for one on
-            another kind of device.
+        RunError: for a folder without a finished run, for a run that measured nothing or was not forecast, for one on
+            another kind of device, and for a figure that is not a positive number.
     """
     with open_finished_run(path) as (_, memory, steps):
         expected, measured = memory["forecast"], memory["measured"]
@@ -120,6 +123,7 @@ def calibrated(forecast: F, path: Path) -> F:
                 f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run."
             )
         _check_device(forecast, expected["hardware"]["device"], path)
+        _check_figures(memory, steps, path)
         more = measured["peak_bytes"] - expected["device"]["peak_bytes"]
         fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
         reserved, device = fullest.get("reserved_bytes"), fullest.get("device_bytes")
@@ -162,3 +166,19 @@ def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> 
         device["card"] and device["card"]["gib"],
     ):
         raise RunError(f"{path} ran on another kind of device than {expected.name}. Name a run on that kind.")
+
+
+def _check_figures(memory: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Refuse times, bytes and operations that are not positive numbers. None is an unknown one."""
+    measured, forecast = memory["measured"], memory["forecast"]
+    figures = [
+        ("measured.peak_bytes", measured["peak_bytes"]),
+        ("forecast.device.peak_bytes", forecast["device"]["peak_bytes"]),
+        *((f"forecast.{name}", forecast[name]) for name in ("operations", "step_seconds")),
+        *((f"measured.per_rank.{name}", rank.get(name)) for rank in measured["per_rank"] for name in RANK_BYTES),
+        *((f"seconds of step {event['step']}", event["seconds"]) for event in steps),
+    ]
+    for name, value in figures:
+        if value is not None and not (type(value) in (int, float) and 1e-9 <= value <= 1e30):
+            problem = f"{name} is {value!r:.40}, expected a positive number"
+            raise RunError(f"Cannot calibrate with {path}: {problem}. Name the folder of another run.")

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.cache import cache_file, keep
+from toolkit.core.cache import cache_file, keep, recall
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.core.units import round_up
 from toolkit.engines.traces import LOGITS, WHOLE, Event, LayerStack, Segment, Trace, TraceConfig
@@ -112,8 +112,7 @@ def _keep_traces(
     """Cache each configuration's traces."""
     for config, traces in zip(configs, traced, strict=True):
         for batch, trace in zip(batches, traces, strict=False):  # none where it could not be traced
-            text = json.dumps(dataclasses.asdict(trace), separators=(",", ":"))
-            keep(_cache_path(spec, config, batch, seq_len), text)
+            keep(_cache_path(spec, config, batch, seq_len), dataclasses.asdict(trace))
 
 
 def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
@@ -124,15 +123,16 @@ def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) 
 
 
 def _read_cached(path: Path) -> Trace | None:
-    try:
+    with contextlib.suppress(LookupError):
         return _read_file(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
 @lru_cache(maxsize=64)
 def _read_file(path: Path) -> Trace:
-    return _decode_trace(json.loads(path.read_bytes()))
+    if (trace := recall(path, _decode_trace)) is None:
+        raise LookupError(path)  # a miss is not cached
+    return trace
 
 
 def _trace_batches(

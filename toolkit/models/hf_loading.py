@@ -173,7 +173,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             spec.source, trust_remote_code=spec.runs_code
         )
-    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, ImportError, RecursionError) as error:
         check_tokenizer_code(spec)
         raise ModelError(
             f"model {spec.name!r}: its tokenizer cannot be read ({error}). "

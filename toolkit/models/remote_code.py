@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import outside_target
+from toolkit.core.atomic_io import outside_target, read_json
 from toolkit.core.errors import ModelError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -136,7 +135,7 @@ def _code_files(name: str, folder: Path, hub: bool) -> list[str]:
 def named_code(config: Path) -> list[str]:
     """Return every class that `auto_map` of a config names: a dictionary's values, or a list."""
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = read_json(config, finite=False)
     except (OSError, ValueError):
         return []  # transformers reports the error
     return list(_strings(values.get("auto_map") if isinstance(values, dict) else None))

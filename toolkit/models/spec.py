@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.core.cache import cache_file, keep
+from toolkit.core import cache
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import ToolkitError
 from toolkit.core.units import BYTES_OF, format_bytes, format_count
@@ -194,18 +193,20 @@ class ModelSpec(Result):
 
 def recall(config: bytes) -> ModelSpec | None:
     """Return the cached spec of this text of a `config.json` under these versions, or None. Imports nothing heavy."""
-    try:
-        values: dict[str, Any] = json.loads(cache_file(CACHE, config).read_bytes())
-        parameters = [Parameter(**{**each, "shape": tuple(each["shape"])}) for each in values["parameters"]]
-        moe = MoE(**values["moe"]) if values["moe"] else None
-        lists = {name: value for name, value in values.items() if isinstance(value, list)}
-        tuples = {name: tuple(tuple(i) if isinstance(i, list) else i for i in value) for name, value in lists.items()}
-        return ModelSpec(**{**values, **tuples, "parameters": tuple(parameters), "moe": moe})
-    except (OSError, ToolkitError, ValueError, KeyError, TypeError):
-        return None
+    with contextlib.suppress(ToolkitError):
+        return cache.recall(cache.cache_file(CACHE, config), _decode)
+    return None
+
+
+def _decode(values: dict[str, Any]) -> ModelSpec:
+    parameters = [Parameter(**{**each, "shape": tuple(each["shape"])}) for each in values["parameters"]]
+    moe = MoE(**values["moe"]) if values["moe"] else None
+    lists = {name: value for name, value in values.items() if isinstance(value, list)}
+    tuples = {name: tuple(tuple(i) if isinstance(i, list) else i for i in value) for name, value in lists.items()}
+    return ModelSpec(**{**values, **tuples, "parameters": tuple(parameters), "moe": moe})
 
 
 def remember(config: bytes, spec: ModelSpec) -> None:
     """Cache a spec. Without a writable cache nothing is kept."""
-    with contextlib.suppress(OSError, ToolkitError):
-        keep(cache_file(CACHE, config), json.dumps(dataclasses.asdict(spec), separators=(",", ":")))
+    with contextlib.suppress(ToolkitError):
+        cache.keep(cache.cache_file(CACHE, config), dataclasses.asdict(spec))

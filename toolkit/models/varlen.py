@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.cache import cache_file, keep
+from toolkit.core.cache import cache_file, keep, recall
 from toolkit.core.errors import ToolkitError
 from toolkit.models.hf_loading import quiet_bars, without_engine
 from toolkit.models.spec import ModelSpec
@@ -157,17 +157,18 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
     if spec.kind != "causal" or spec.runs_code or composed or not spec.config.get("is_causal", True):
         return False
     key = json.dumps([spec.architecture, spec.config], sort_keys=True, default=str).encode()
-    try:
-        answers = json.loads(cache_file("packing", key).read_bytes())
-    except (OSError, ValueError, ToolkitError):
+    answers: dict[str, bool] | None = None
+    with contextlib.suppress(ToolkitError):
+        answers = recall(cache_file("packing", key), dict)
+    if answers is None:
         try:
             answers = _probe(spec)
         except MemoryError:
             return False  # not cached: a later call may have memory
         except Exception:  # each family fails in its own way on unexpected sizes
             answers = {}
-        with contextlib.suppress(OSError, ToolkitError):
-            keep(cache_file("packing", key), json.dumps(answers))
+        with contextlib.suppress(ToolkitError):
+            keep(cache_file("packing", key), answers)
     return bool(answers.get("joined" if joined else "masked"))
 
 

@@ -14,14 +14,26 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.errors import StrategyError
+from toolkit.config.flags import check_value
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.atomic_io import (
+    LIMIT,
+    check_fields,
+    expand_user,
+    parse_json,
+    read_limited,
+    shorten_value,
+    unique_names,
+)
+from toolkit.core.errors import StrategyError, value_or
 
 OPEN = (None, "auto")
 
 
 def _whole(number: Any) -> int:
     """Read a whole number, which a file may spell as 2e8."""
-    if isinstance(number, bool) or int(number) != number:
+    if int(number) != number:
         raise ValueError(number)
     return int(number)
 
@@ -59,7 +71,7 @@ NUMBERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "train_micro_batch_size_per_gpu": ("micro_batch", _whole),
     "gradient_accumulation_steps": ("accumulation", _whole),
     "gradient_clipping": ("max_grad_norm", float),
-    "fp16.initial_scale_power": ("loss_scale", lambda power: 2.0 ** int(power)),
+    "fp16.initial_scale_power": ("loss_scale", lambda power: 2.0 ** _whole(power)),
     "fp16.loss_scale_window": ("loss_scale_window", _whole),
     "zero_optimization.reduce_bucket_size": ("bucket_elements", _whole),
     "zero_optimization.allgather_bucket_size": ("gather_bucket_elements", _whole),
@@ -92,6 +104,9 @@ CHOICES: Mapping[str, Mapping[Any, dict[str, Any]]] = {
 """The fields that each value of a key sets. A later row overrides an earlier one."""
 
 
+_KNOWN = (*CHOICES, *NUMBERS, *FIXED, *IGNORED, "optimizer.params.betas", "train_batch_size")
+
+
 def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
     """Return the fields of Strategy and TrainConfig that a DeepSpeed file sets.
 
@@ -102,14 +117,12 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
     Raises:
         StrategyError: for a file that cannot be read, and for a key or value that the toolkit would not follow.
     """
-    try:
-        keys = dict(_flatten(json.loads(Path(path).expanduser().read_text(encoding="utf-8"))))
-    except (OSError, ValueError, AttributeError) as error:
-        raise StrategyError(f"DeepSpeed's file {str(path)!r} cannot be read as a JSON object: {error}.") from None
+    keys = _read_keys(path)
     fields: dict[str, Any] = {}
 
     def refuse(key: str, expected: str) -> StrategyError:
-        return StrategyError(f"{path}: {key} is {json.dumps(keys[key])}. Expected {expected}.")
+        value = shorten_value(value_or("nested", json.dumps, keys[key]))
+        return StrategyError(f"{path}: {shorten_value(key, 80)} is {value}. Expected {expected}.")
 
     def set_fields(key: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -117,12 +130,30 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
                 raise refuse(key, f"{fields[name]!r}, as another key has it")
             fields[name] = value
 
+    def number(key: str, value: Any, name: str, kind: Callable[[Any], Any]) -> Any:
+        """Return a number that its field takes."""
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(value)
+            result = kind(value)
+            check_value(TrainConfig if hasattr(TrainConfig, name) else Strategy, name, result)
+        except (ValueError, OverflowError):
+            raise refuse(key, 'a number (whole where it counts), or "auto"') from None
+        except StrategyError as error:
+            raise refuse(key, str(error).rpartition("expected ")[2].rstrip(".")) from None
+        return result
+
+    for key, value in keys.items():
+        section = any(known.startswith(f"{key}.") for known in _KNOWN)
+        if key not in _KNOWN and not (section and value == {}):
+            raise refuse(key, "an object" if section else "no such key: the toolkit does not set it")
     for key, choices in CHOICES.items():
         value = _as_word(keys.get(key))
         if value not in OPEN:
-            if isinstance(value, list) or value not in choices:
+            matches = [values for word, values in choices.items() if _same(value, word)]
+            if not matches:
                 raise refuse(key, ", ".join(json.dumps(word) for word in choices))
-            set_fields(key, choices[value])
+            set_fields(key, matches[0])
     if "sharding" not in fields:
         raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
     for key, (name, kind) in NUMBERS.items():
@@ -130,24 +161,19 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
             ("stage3" in key) != (fields["sharding"] == "zero3") and name == "gather_bucket_elements"
         ):
             continue
-        try:
-            set_fields(key, {name: kind(keys[key])})
-        except (TypeError, ValueError):
-            raise refuse(key, 'a number, or "auto"') from None
+        set_fields(key, {name: number(key, keys[key], name, kind)})
     for key, only in FIXED.items():
-        if keys.get(key) not in (*OPEN, only):
+        if not any(_same(keys.get(key), word) for word in (*OPEN, only)):
             raise refuse(key, json.dumps(only))
     betas = keys.get("optimizer.params.betas")
     if betas not in OPEN:
         if not isinstance(betas, list) or len(betas) != 2:
             raise refuse("optimizer.params.betas", "two numbers")
-        fields["beta1"], fields["beta2"] = betas
+        for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+            fields[name] = number("optimizer.params.betas", beta, name, float)
     if fields.get("offload") == "cpu" and keys.get("zero_optimization.offload_optimizer.device") != "cpu":
         raise refuse("zero_optimization.offload_param.device", '"none": parameters are offloaded with the optimizer')
     _check_batch(keys, fields, ranks, refuse)
-    for key in keys:
-        if key not in (*CHOICES, *NUMBERS, *FIXED, *IGNORED, "optimizer.params.betas", "train_batch_size"):
-            raise refuse(key, "no such key: the toolkit does not set it")
     return fields
 
 
@@ -168,10 +194,10 @@ def _check_batch(
     batch = keys.get("train_batch_size")
     if batch in OPEN:
         return
-    if ranks is None or not isinstance(batch, int):
-        raise refuse("train_batch_size", '"auto", or a number with --processes')
+    if ranks is None or type(batch) is not int:
+        raise refuse("train_batch_size", '"auto", or a whole number with --processes')
     accumulation = fields.setdefault("accumulation", 1)
-    micro = fields.setdefault("micro_batch", max(1, batch // (accumulation * ranks)))
+    micro = fields.setdefault("micro_batch", max(1, batch // (accumulation * max(1, ranks))))
     if micro * accumulation * ranks != batch:
         raise refuse("train_batch_size", f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks")
 
@@ -181,10 +207,35 @@ def _as_word(value: Any) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _same(value: Any, word: Any) -> bool:
+    """Return whether two values of JSON are equal; for Python, true is 1, too."""
+    return (type(value) is bool, value) == (type(word) is bool, word)
+
+
+def _read_keys(path: str | Path) -> dict[str, Any]:
+    """Return each value of the file under its keys, joined by points."""
+    try:
+        data = read_limited(expand_user(path), LIMIT).decode()
+        config = parse_json(data, finite=False, object_pairs_hook=unique_names, parse_int=_integer)
+        check_fields(config, {})
+        return dict(_flatten(config))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        problem = f"DeepSpeed's file {str(path)!r} cannot be read as a JSON object"
+        raise StrategyError(f"{problem}: {reason}. Correct it, or name another file.") from None
+
+
+def _integer(digits: str) -> float:
+    """Return an integer, or a float where it is too large for every key: Python converts 4,300 digits at most."""
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a nested object under its keys joined by points."""
+    """Yield each value of a nested object under its keys joined by points; an empty object is a value."""
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if "." in key:
+            raise ValueError(f"the name {shorten_value(key)!r} has a point, expected objects in objects")
+        if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
