@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers import Weights
-from toolkit.core.errors import RunError, is_out_of_memory
+from toolkit.core.errors import RunError, ToolkitError, is_out_of_memory
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
 from toolkit.engines.base import engine_of
@@ -20,7 +21,7 @@ from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import on_main
 from toolkit.exporters.folders import atomic_dir
-from toolkit.exporters.model_files import ModelFiles, skeleton, write_adapter
+from toolkit.exporters.model_files import ModelFiles, check_export_space, skeleton, write_adapter
 from toolkit.exporters.results import (
     NO_ROOM,
     OTHER_KERNELS,
@@ -37,6 +38,7 @@ from toolkit.exporters.results import (
 from toolkit.exporters.state_dict import EngineWeights, full_state, is_adapter
 from toolkit.exporters.verification import check_attention, check_files, relative_error, reopen
 from toolkit.models import ModelSpec
+from toolkit.models.files import first_line
 from toolkit.models.hf_loading import quiet_bars
 from toolkit.models.varlen import BOUNDS, document_bounds
 
@@ -60,13 +62,45 @@ def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTen
     return written
 
 
+def try_save(prepared: Prepared, tokenizer: Any, folder: Path) -> None:
+    """Write all files of `save` but the weights, and remove them. A fault then costs no training. A collective.
+
+    Raises:
+        RunError: for what cannot be written: a config, the tokenizer, the folder, too little room for the weights.
+    """
+    weights = EngineWeights(prepared).weights
+
+    def write() -> None:
+        try:
+            with contextlib.closing(_write(prepared, weights, tokenizer, folder, {})) as steps:
+                next(steps)
+        except ToolkitError:
+            raise
+        except Exception as error:  # transformers, PEFT and tokenizers raise exceptions of every type
+            raise RunError(
+                f"the trained model could not be saved in {folder}: {type(error).__name__}: {first_line(error)}. "
+                "Nothing was trained. Correct the model's configs or tokenizer, or train with --no-save."
+            ) from error
+
+    on_main(prepared.accelerator, write)
+
+
 def _write(
     prepared: Prepared, weights: Weights, tokenizer: Any, folder: Path, written: dict[str, SavedTensor]
 ) -> Generator[list[str]]:
-    """Write the files on rank 0. Yield the names of the next tensors, which all ranks gather before rank 0 goes on."""
+    """Write the files on rank 0: everything but the weights before the first yield.
+
+    Yield the names of the next tensors, which all ranks gather before rank 0 goes on.
+    """
+    import torch
+
     module = prepared.accelerator.unwrap_model(prepared.model)
     with atomic_dir(folder, replace=True) as draft:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
         if is_adapter(module):
+            check_export_space(draft, sum(math.prod(e.shape) * BYTES_OF[e.dtype] for e in weights.entries.values()))
+            write_adapter(module, {name: torch.zeros(1) for name in weights.entries}, draft)
             yield list(weights.entries)
             written |= write_adapter(module, {name: weights.tensor(name) for name in weights.entries}, draft)
         else:
@@ -77,8 +111,6 @@ def _write(
                 yield files.trained_names(group)
                 files.write(group)
             written |= files.written
-        if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
 
 
 LOADED = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."

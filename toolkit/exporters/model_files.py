@@ -111,7 +111,7 @@ class ModelFiles:
         # New tensors: for a view, the size of its whole storage would count.
         self._metas = {name: torch.empty_like(meta) for name, meta in disk_tensors(model, dict(metas)).items()}
         self._layout = split_torch_state_dict_into_shards(self._metas, max_shard_size=FILE_BYTES)
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._places: dict[str, tuple[Path, int]] | None = None
         self.groups = _batches(_conversion_groups(model, metas, self._metas), metas)
         """Names of tensors that are written at once: at most the bytes of the largest conversion."""
         self.bytes = sum(meta.nbytes for meta in self._metas.values())
@@ -120,18 +120,16 @@ class ModelFiles:
         """Name on the disk → tensor that `write` has written."""
 
     def create(self, folder: Path, spec: ModelSpec | None) -> None:
-        """Write everything but the tensors' values into an existing folder: configs, index, empty files, the source's own files.
+        """Write everything but the tensors into an existing folder: configs, index, the source's own files.
 
         Raises:
             RunError: for a full disk.
         """
         from transformers.dynamic_module_utils import custom_object_save
+        from transformers.utils import GENERATION_CONFIG_NAME
 
-        check_space(folder.parent, self.bytes, "the export", "Make room, or export to another disk.")
-        for file, names in self._layout.filename_to_tensors.items():
-            offsets = _create_safetensors(folder / file, {name: self._metas[name] for name in names})
-            self._places |= {name: (folder / file, offset) for name, offset in offsets.items()}
-        model, config = self._model, self._config
+        check_export_space(folder, self.bytes)
+        model, config, self._folder = self._model, self._config, folder
         if self._layout.is_sharded:
             about = {"total_parameters": sum(meta.numel() for meta in self._metas.values()), **self._layout.metadata}
             index = {"metadata": about, "weight_map": self._layout.tensor_to_filename}
@@ -143,7 +141,8 @@ class ModelFiles:
             custom_object_save(model, folder, config=config)
         config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+            # As it came: `save_pretrained` refuses one that samples without `do_sample`, as many published models have.
+            model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         if spec is not None:
             copy_code(spec, folder)
             copy_processor(spec, folder)
@@ -153,13 +152,18 @@ class ModelFiles:
         return [source for name in group if (source := self._entries[name].source)]
 
     def write(self, group: list[str]) -> None:
-        """Read, convert and write one of `groups`.
+        """Read, convert and write one of `groups`. The first call creates the files of zeros.
 
         Raises:
             RunError: for a full disk.
         """
         import torch
 
+        if self._places is None:
+            self._places = {}
+            for file, names in self._layout.filename_to_tensors.items():
+                offsets = _create_safetensors(self._folder / file, {name: self._metas[name] for name in names})
+                self._places |= {name: (self._folder / file, offset) for name, offset in offsets.items()}
         tensors = {name: self._entries[name].read().to(self._dtypes[name]) for name in group}
         for name, tensor in self._on_disk(tensors).items():
             path, offset = self._places[name]
@@ -182,6 +186,11 @@ class ModelFiles:
                     views |= {part: data.view(layout[part]) for part, data in zip(layout, parts, strict=True)}
                     break
         return views | disk_tensors(self._model, tensors)
+
+
+def check_export_space(folder: Path, needed: int) -> None:
+    """Refuse an export into a disk without room for its weights."""
+    check_space(folder.parent, needed, "the export", "Make room, or export to another disk.")
 
 
 def _create_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -225,9 +225,9 @@ def _write(
     entries = full_state(weights, model, spec)
     files = ModelFiles(model, entries, dtype)
     files.create(draft, spec)
+    tokenizer.save_pretrained(draft)
     for group in tqdm(files.groups, desc="writing", disable=spec.elements < LONG):
         files.write(group)
-    tokenizer.save_pretrained(draft)
     check_files(draft, files.written)
     return entries, files.written
 

@@ -31,7 +31,7 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
-from toolkit.exporters import format_versions, save, verify
+from toolkit.exporters import format_versions, save, try_save, verify
 from toolkit.measurement.window import STEPS
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
@@ -158,7 +158,9 @@ class RankRun:
         return self.preflight.batches(self.rank, start=self.start, workers=self.config.workers)
 
     def restore(self, prepared: Prepared, schedule: Any) -> None:
-        """Restore the checkpoint's states. From here on a collective fails after `--timeout`."""
+        """Try to save, then restore the checkpoint's states. From here on a collective fails after `--timeout`."""
+        if self.config.save:
+            try_save(prepared, self.preflight.tokenizer, self.folder.export)
         if self.resume_point.manifest is not None:
             restore(prepared, schedule, self.resume_point, self.identity)
         limit_all(pg_timeout(self.config.timeout))
