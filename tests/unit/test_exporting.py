@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from ranks import build
 
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import RunError
+from toolkit.core.errors import CheckpointError, RunError
 from toolkit.devices import machine
 from toolkit.engines.records import Prepared
-from toolkit.exporters import Export, from_engine, save, verify
+from toolkit.exporters import Export, from_engine, save, try_save, verify
 from toolkit.exporters.verification import fits, read_base, reopen
 from toolkit.models import describe
 from toolkit.training.metrics import evaluate
@@ -67,6 +68,32 @@ def test_four_bit_weights_stay_as_they_were_packed(base: Path, tmp_path: Path, m
     assert (result.logits_error, result.notes) == (0.0, ())
     assert packed_bytes(ours.model) == before
     assert not any([*flags(reopen(ours.job, tmp_path / "out")), *flags(read_base(ours.job, on_host=True))])
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_saving_is_tried_before_the_first_step(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str
+) -> None:
+    ours, tokenizer = loaded(base, adapter=adapter)
+    folder = tmp_path / "out"
+    save(ours, tokenizer, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    try_save(ours, tokenizer, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+        with pytest.raises(CheckpointError, match="too full for the export"):
+            try_save(ours, tokenizer, folder)
+    (tmp_path / "file").write_text("")
+    for words, place, said in (
+        (object(), folder, "Nothing was trained"),
+        (tokenizer, tmp_path / "file" / "out", "made"),
+    ):
+        with pytest.raises(RunError, match=said):
+            try_save(ours, words, place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
 
 
 def checked(ours: Prepared, folder: Path, planned: Any) -> Export:

@@ -345,6 +345,23 @@ def test_trained_weights_have_one_dtype_where_their_class_keeps_fp32(tmp_path: P
         assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
 
 
+@pytest.mark.parametrize("adapter", ["none", "qlora"])
+def test_what_bf16_pure_rounds_is_a_line(
+    folder: Path, tmp_path: Path, adapter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: t if "norm" in name else t.bfloat16() for name, t in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    load(
+        make(Strategy(precision="bf16_pure", adapter=adapter), TrainConfig(seq_len=16), describe(folder)),
+        allow_unquantized=True,
+    )
+    assert (
+        "bf16_pure: 5 weights that the files or LlamaForCausalLM keep in fp32 are in bf16: "
+        "input_layernorm.weight, norm.weight, post_attention_layernorm.weight"
+    ) in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_frozen_weights_are_in_fp16_where_their_class_keeps_fp32(tmp_path: Path, adapter: str) -> None:
     """T5 keeps `wo` in fp32, which every engine would cast: the audit expects the compute dtype."""

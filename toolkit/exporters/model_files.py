@@ -161,9 +161,10 @@ class ModelFiles:
 
         if self._places is None:
             self._places = {}
-            for file, names in self._layout.filename_to_tensors.items():
-                offsets = _create_safetensors(self._folder / file, {name: self._metas[name] for name in names})
-                self._places |= {name: (self._folder / file, offset) for name, offset in offsets.items()}
+            for file_name, names in self._layout.filename_to_tensors.items():
+                path = self._folder / file_name
+                offsets = _create_safetensors(path, {name: self._metas[name] for name in names})
+                self._places |= {name: (path, offset) for name, offset in offsets.items()}
         tensors = {name: self._entries[name].read().to(self._dtypes[name]) for name in group}
         for name, tensor in self._on_disk(tensors).items():
             path, offset = self._places[name]

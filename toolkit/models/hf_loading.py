@@ -54,6 +54,11 @@ def open_tensors(spec: ModelSpec) -> dict[str, Any]:
     return files
 
 
+def fp32_tensors(spec: ModelSpec) -> list[str]:
+    """Return the names of the tensors that a model's files hold in fp32 or wider."""
+    return [name for name, file in open_tensors(spec).items() if file.get_slice(name).get_dtype() in ("F32", "F64")]
+
+
 def check_tied(spec: ModelSpec) -> None:
     """Check that the files hold one value for weights that the config ties.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
@@ -30,6 +31,7 @@ from toolkit.models.hf_loading import (
     auto_class,
     check_tied,
     enable_checkpointing,
+    fp32_tensors,
     freeze,
     kept_in_fp32,
     load_tokenizer,
@@ -84,6 +86,8 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         model = engine.load_model(job, reader)
     _check(job, model)
     notes = [f"loading: {engine.loading_note(job, reader.streamed)}", *_configure(job, model, tokenizer)]
+    if job.weight_dtype == "bfloat16":
+        notes += _rounding_note(job, model, on_main(accelerator, lambda: fp32_tensors(spec)))
     if job.strategy.adapter != "none":
         model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
@@ -342,13 +346,6 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
     if spec.frozen:
         notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
-    if job.strategy.adapter == "none":
-        in_fp32 = kept_in_fp32(model, _dtype(job.compute_dtype))
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if narrow := [name for name, parameter in trained if parameter.dtype.itemsize < 4 and in_fp32(name)]:
-            notes.append(
-                f"{len(narrow)} weights that {spec.architecture} keeps in fp32 are trained in {job.compute_dtype}"
-            )
     if spec.moe is not None:
         computed = text._experts_implementation or "eager"
         notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {computed}")
@@ -357,6 +354,17 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         share = f"{1 - sum(quantized_weights(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"
         notes.append(f"quantized: {bits}; {share} weights stay unquantized, in {job.compute_dtype}")
     return notes
+
+
+def _rounding_note(job: Job, model: PreTrainedModel, in_files: list[str]) -> list[str]:
+    """Return a line about the weights that `bf16_pure` rounds; `in_files`: the names of those in fp32 in the files."""
+    sizes = {name: tensor.dtype.itemsize for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    kept = filter(kept_in_fp32(model, _dtype(job.compute_dtype)), sizes)
+    names = {name for name in (*in_files, *kept) if sizes.get(name, 2) == 2} - quantized_weights(model).keys()
+    kinds = sorted({re.sub(r".*?([^.]+(\.(weight|bias))?)$", r"\1", name) for name in names})
+    more = f" and {len(kinds) - 6} more" if len(kinds) > 6 else ""
+    which = f"{len(names)} weights that the files or {type(model).__name__} keep in fp32"
+    return [f"{job.strategy.precision}: {which} are in bf16: {', '.join(kinds[:6])}{more}"] if names else []
 
 
 def _adapter_note(job: Job, model: PreTrainedModel) -> str:
