@@ -66,6 +66,8 @@ class Engine(OptimizerStep):
     """Whether gradients are reduced after every micro-batch."""
     wraps_model = True
     """Whether `prepare` wraps the model in another class."""
+    separate_masters = False
+    """Whether mixed precision keeps masters of its own, which it makes from weights in the compute dtype."""
     scales_on_cpu = False
     """Whether fp16 trains on a CPU that computes it. Accelerate's scaler is silently off there."""
     hides_every_backward = True
@@ -212,6 +214,9 @@ class Engine(OptimizerStep):
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
         """Change the model before `prepare`. May be called twice."""
+
+    def defer_values(self, job: Job, model: torch.nn.Module) -> None:
+        """Let a script use parameters that this rank does not hold whole (`deferred`), until `preparing`."""
 
     def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context around `accelerator.prepare`, in which weights that are still in the files are read."""

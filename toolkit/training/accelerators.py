@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from toolkit.core.errors import NotFinite, StrategyError
 from toolkit.core.phases import phase
@@ -21,6 +21,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import patched
 from toolkit.training import epoch_order
+from toolkit.training.given_weights import GivenWeights
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
@@ -28,6 +29,7 @@ from toolkit.training.preparation import (
     check_uniform,
     models_and_optimizers,
     restore_masters,
+    unlike_spec,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self.ended = False
         self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
         """Models with the checkpoint's values. `prepare` makes their fp32 masters exact."""
+        self.unlike_spec: str | None = None
+        """The difference of the prepared model from the job's spec."""
+        self.hashes_weights = True
+        """Compare the prepared weights with the module's. The recipe prepares what it has just loaded."""
+        self._given: WeakKeyDictionary[torch.nn.Module, GivenWeights] = WeakKeyDictionary()
         self._prepared: WeakSet[torch.nn.Module] = WeakSet()
         self._norms: dict[int, torch.Tensor] = {}
         """Optimizer id → norm of its gradients before clipping; empty until they are clipped."""
@@ -135,16 +142,23 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self._check(models, optimizers)
         for model in models:
             self._before_prepare(model)
+            if optimizers or not engine_of(self.job.strategy).prepares_pair:
+                self._given[model] = GivenWeights(self.job, model, hashed=self.hashes_weights)
         with phase("prepare"), engine_environment(self.job), freed_at_once():
             result = self._prepare_upstream(objects, models, optimizers, device_placement)
             self._prepared.update(models_and_optimizers(result)[0])
             prepared = self._completed_by(result)
             if prepared is not None:
                 from_checkpoint = any(model in self.from_checkpoint for model in models)
+                given = self._given.pop(self.unwrap_model(prepared.model))
+                restore_masters(prepared, given, from_checkpoint=from_checkpoint)
                 if from_checkpoint:
-                    restore_masters(prepared)
                     engine_of(self.job.strategy).after_prepare(prepared)
-                audit(prepared, known=from_checkpoint)
+                self.unlike_spec = unlike_spec(self.job, given.shapes)
+                if self.unlike_spec:
+                    self.print(f"prepare: bytes and dtypes are not compared, since {self.unlike_spec}")
+                audit(prepared)
+                given.check(prepared)
                 if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
         return result

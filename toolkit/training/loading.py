@@ -94,6 +94,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     engine.before_prepare(job, model)
     accelerator.from_checkpoint.add(model)
     model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
+    engine.defer_values(job, model)  # last: the lines above use no values
     for note in notes:
         accelerator.print(note)
     return model, tokenizer
@@ -195,7 +196,8 @@ class Reader:
             model.generation_config = GenerationConfig.from_pretrained(self.spec.source)
         conversions = get_model_conversion_mapping(model, add_legacy=False) if weights.renamed else []
         self._complete(model, [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)])
-        model.streamed_weights, self.streamed = weights, True
+        weights.attach(model)
+        self.streamed = True
         return model
 
     def _complete(self, model: Any, conversions: list[Any]) -> None:

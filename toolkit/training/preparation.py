@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, part
 from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import read_pretrained
+from toolkit.training.given_weights import GivenWeights
 from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
@@ -108,22 +110,28 @@ def check_pair(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         raise StrategyMismatch(f"prepare got {given}. Give both in one call: the engine needs them together.")
 
 
-def restore_masters(prepared: Prepared) -> None:
-    """Write the checkpoint's fp32 values into the masters. Check masters and compute copies bit by bit.
+def restore_masters(prepared: Prepared, given: GivenWeights, *, from_checkpoint: bool) -> None:
+    """Write the exact fp32 values into the masters. Check masters and compute copies bit by bit.
 
     An engine with separate masters makes them from weights that were already rounded to the compute dtype (DeepSpeed's
-    bf16 and fp16). Where the checkpoint holds more than that dtype can say, rank 0 reads it again, tensor by tensor,
-    and broadcasts each. An adapter's first values are no checkpoint's, and were rounded when they were drawn.
+    bf16 and fp16). The user's own fp32 values are those that the module held. Where the checkpoint holds more than the compute
+    dtype can say, rank 0 reads it again, tensor by tensor, and broadcasts each; elements that the user changed stay. An
+    adapter's first values are no checkpoint's, and were rounded when they were drawn.
 
     Raises:
-        StrategyMismatch: where a master is not the checkpoint's value, or a compute copy not the rounded master.
+        StrategyMismatch: where a master is not the exact value, or a compute copy not the rounded master.
     """
+    from accelerate.utils import broadcast
+
     masters: dict[str, list[Part]] = {}
     copies: dict[str, list[Part]] = {}
     for shard in engine_of(prepared.job.strategy).shards(prepared):
         {MASTER: masters, PARAMETER: copies}.get(shard.kind, {}).setdefault(shard.name, []).extend(parts(shard))
-    for name, whole in _exact_weights(prepared) if _may_be_rounded(prepared.job) else ():
-        source = [(whole_box(whole.shape), whole)]
+    for name, values in given.wide.items():
+        whole = broadcast(values.to(prepared.accelerator.device).contiguous(), from_process=0)
+        copy([(whole_box(whole.shape), whole)], masters.get(name, []))
+    for name, whole in _exact_weights(prepared, given) if from_checkpoint and _may_be_rounded(prepared.job) else ():
+        source = [(whole_box(whole.shape), _with_changes(whole, copies.get(name, [])))]
         copy(source, masters.get(name, []))
         if any(master.dtype != whole.dtype for _, master in masters.get(name, [])):
             raise StrategyMismatch(
@@ -134,13 +142,28 @@ def restore_masters(prepared: Prepared) -> None:
         _check_bits(name, master, copies.get(name, []))
 
 
+def _with_changes(whole: torch.Tensor, copies: list[Part]) -> torch.Tensor:
+    """Return a checkpoint's exact values, with those of the compute copies where these are no rounded ones of the checkpoint."""
+    import torch
+
+    box = whole_box(whole.shape)
+    pairs = overlaps([(box, whole)], copies)
+    if all(torch.equal(exact.to(value.device, value.dtype), value) for exact, value in pairs):
+        return whole
+    whole = whole.clone()
+    for exact, value in overlaps([(box, whole)], copies):
+        value = value.to(exact.device)
+        exact.copy_(torch.where(exact.to(value.dtype) == value, exact, value.to(exact.dtype)))
+    return whole
+
+
 def _may_be_rounded(job: Job) -> bool:
     """Return whether the engine keeps masters of the checkpoint's weights in another dtype than the weights."""
     dtypes = engine_of(job.strategy).expected_state(job).dtypes if job.spec is not None else {}
     return "master" in dtypes and dtypes["master"] != dtypes["trainable"] and job.strategy.adapter == "none"
 
 
-def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+def _exact_weights(prepared: Prepared, given: GivenWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the fp32 values of each trained parameter on every rank; none where no tensor was cast while it was read.
 
     A tensor at a time where the files hold them in a known layout (`disk_layouts`). Else rank 0 reads the model whole into
@@ -150,11 +173,14 @@ def _exact_weights(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
     from accelerate.utils import broadcast
 
     accelerator, spec = prepared.accelerator, cast("ModelSpec", prepared.job.spec)
-    shapes = {parameter.name: parameter.shape for parameter in spec.parameters if spec.trains(parameter.name)}
     model = accelerator.unwrap_model(prepared.model)
+    expected = {parameter.name: tuple(parameter.shape) for parameter in spec.parameters}
+    shapes = {
+        name: shape for name, shape in given.shapes.items() if expected.get(name) == shape and name not in given.wide
+    }
     weights = StreamedWeights.of_shapes(accelerator, spec, model, shapes)
     if weights is not None:
-        rounded = weights.dtypes != {prepared.job.compute_dtype}
+        rounded = bool(shapes) and weights.dtypes != {prepared.job.compute_dtype}
         yield from ((name, weights.share(name).float()) for name in (shapes if rounded else ()))
         return
     whole: dict[str, torch.Tensor] = {}
@@ -175,14 +201,15 @@ def _check_bits(name: str, sources: list[Part], targets: list[Part]) -> None:
             raise StrategyMismatch(f"{name} in {value.dtype} is not its value in {exact.dtype}, rounded.")
 
 
-def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = True) -> Audit:
+def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     """Compare what this rank holds with the request.
 
     Args:
         prepared: the model, its optimizer and the job.
         gradients: after the first optimizer step, the dtypes of its gradients; then the moments are compared, too.
-        known: the toolkit loaded the model. A user's own may train other parameters than the spec (frozen parts, an
-            adapter of PEFT's). Then bytes and dtypes are not compared, and a line says so.
+
+    A user's module may train other parameters than the spec (a new head, frozen parts, an adapter of PEFT's). Then bytes and
+    dtypes are not compared.
 
     Raises:
         StrategyMismatch: naming every difference.
@@ -191,11 +218,10 @@ def audit(prepared: Prepared, *, gradients: str | None = None, known: bool = Tru
     state = engine.measure_state(prepared)
     if gradients is not None:
         state = replace(state, dtypes={**state.dtypes, "gradients": gradients})
-    other = None if known else _trains_other(prepared)
-    if other:
-        prepared.accelerator.print(f"prepare: bytes and dtypes were not compared, since {other}")
     rank = prepared.accelerator.process_index
-    expected = engine.expected_state(job, rank) if job.spec is not None and not other else None
+    expected = (
+        engine.expected_state(job, rank) if job.spec is not None and not prepared.accelerator.unlike_spec else None
+    )
     name, ranks = type(prepared.model).__name__, prepared.accelerator.num_processes
     result = Audit(engine=name, ranks=ranks, measured=state, expected=expected)
     wrong = [*engine.check(prepared), *_untied_names(prepared)]
@@ -226,17 +252,14 @@ def _differences(actual: StateMemory, expected: StateMemory, *, stepped: bool) -
     return wrong
 
 
-def _trains_other(prepared: Prepared) -> str | None:
-    """Return the difference of trained parameters and the spec's. None for equal names, or with an adapter."""
-    job = prepared.job
+def unlike_spec(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return the difference of trained parameters and the spec's. None for equal names and sizes, or with an adapter."""
     if job.spec is None or job.strategy.adapter != "none":
         return None
-    model = prepared.accelerator.unwrap_model(prepared.model)
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    expected = {state.name for state in parameters_of(job) if state.trainable}
-    differences = sorted(names ^ expected)
-    counts = f"the model trains {len(names)} parameters and {job.spec.name} {len(expected)}"
-    return f"{counts} (the first difference: {differences[0]})" if differences else None
+    expected = {(state.name, state.elements) for state in parameters_of(job) if state.trainable}
+    actual = {(name, math.prod(shape)) for name, shape in shapes.items()}
+    counts = f"the model trains {len(actual)} parameters and {job.spec.name} {len(expected)}"
+    return f"{counts} (the first difference: {min(actual ^ expected)[0]})" if actual != expected else None
 
 
 def _untied_names(prepared: Prepared) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.core.units import ceil_div
+from toolkit.engines.deferred import defer, end_deferral
 from toolkit.engines.fused_experts import packed_experts
 from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
@@ -46,7 +47,10 @@ class StreamedWeights:
         self, accelerator: Accelerator, spec: ModelSpec, files: Mapping[str, Any], sources: Mapping[str, Source]
     ) -> None:
         """Take the open files by the names of their tensors, which only rank 0 has."""
-        self._accelerator, self._files, self._sources = accelerator, files, sources
+        self._accelerator, self._spec, self._files, self._sources = accelerator, spec, files, sources
+        self._own_files: Mapping[str, Any] = {}
+        self._places: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        """Parameters without memory, by id, with their names in `_sources`."""
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
         self._packing: dict[str, Any] = {}
         self._code: torch.Tensor | None = None
@@ -116,24 +120,54 @@ class StreamedWeights:
 
     def share(self, name: str) -> torch.Tensor:
         """Return a weight on every rank, in the file's dtype. A collective."""
+        whole = self._read(name, self._files)
+        self._broadcast(whole)
+        return whole
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Take the parameters of an empty model as the places of these weights, whatever the script makes of the model."""
+        self._places = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+        model.streamed_weights = self
+
+    def defer(self) -> None:
+        """Let a script use the parameters as if they had their values. Packed ones stay as they are."""
+        defer((place for place in self._places.values() if self._is_whole(*place)), self.fetch)
+
+    def _is_whole(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        return tuple(parameter.shape) == self._sources[self.source_name(name)].shape
+
+    def untouched(self, model: torch.nn.Module) -> dict[str, str]:
+        """Return the parameters that still have their values in the files alone: name in the model → name in the files.
+
+        A script may have replaced others, dropped layers, or moved them to other places.
+        """
+        left = end_deferral(model)
+        left |= {key for key, place in self._places.items() if not self._is_whole(*place) and is_empty(place[1])}
+        return {name: self._places[id(each)][0] for name, each in model.named_parameters() if id(each) in left}
+
+    def fetch(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Give a parameter the values of a weight, which this rank reads alone."""
+        self._own_files = self._files or self._own_files or open_tensors(self._spec)
+        parameter.data = self._read(name, self._own_files).to("cpu", parameter.dtype, copy=True)
+
+    def _read(self, name: str, files: Mapping[str, Any]) -> torch.Tensor:
+        """Return a weight on the device; without files its memory."""
         import torch
 
         source, device = self._sources[self.source_name(name)], self._accelerator.device
-        if self._files and len(source.tensors) == 1:
-            whole: torch.Tensor = self._files[source.tensors[0]].get_tensor(source.tensors[0]).to(device)
-        else:
-            whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
-            first = 0
-            for tensor in source.tensors if self._files else ():
-                part = self._files[tensor].get_tensor(tensor).view(-1)
-                whole.view(-1)[first : first + len(part)] = part
-                first += len(part)
-        self._broadcast(whole)
+        if files and len(source.tensors) == 1:
+            return cast("torch.Tensor", files[source.tensors[0]].get_tensor(source.tensors[0]).to(device))
+        whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
+        first = 0
+        for tensor in source.tensors if files else ():
+            part = files[tensor].get_tensor(tensor).view(-1)
+            whole.view(-1)[first : first + len(part)] = part
+            first += len(part)
         return whole
 
     def close(self) -> None:
         """Close the files: every weight has its place."""
-        self._files, self.closed = {}, True
+        self._files, self._own_files, self._places, self.closed = {}, {}, {}, True
 
     def read(self, name: str, module: Any) -> torch.Tensor:
         """Return a parameter of a module on every rank, packed where the module takes it packed. A collective."""
@@ -266,6 +300,11 @@ def _source(
         if len(dtypes) == 1 and dtypes <= FLOATS and shapes == [*layout.values()]:
             return [*layout], dtypes.pop()
     return None
+
+
+def is_empty(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has the memory of one element alone."""
+    return parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def _is_transposed(module: Any) -> bool:

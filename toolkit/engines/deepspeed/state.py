@@ -7,15 +7,17 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.errors import StrategyError
 from toolkit.core.phases import phase
 from toolkit.core.units import dtype_name
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed.zero3 import copies, stage_of
+from toolkit.engines.deferred import broadcast, defer, end_deferral
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult
 from toolkit.engines.shards import MASTER, PARAMETER, Shard, whole_box
@@ -36,6 +38,7 @@ class ZeroState(Engine):
 
     steps_in_backward = True
     model_no_sync = False
+    separate_masters = True
 
     def fill(self, job: Job, model: Any) -> None:
         """Partition each weight as soon as it is packed under stage 3: transformers skips `zero.Init` for packed weights."""
@@ -57,6 +60,35 @@ class ZeroState(Engine):
 
             block = job.spec.moe.block
             set_z3_leaf_modules(model, list({type(m) for m in model.modules() if type(m).__name__ == block}))
+
+    def defer_values(self, job: Job, model: torch.nn.Module) -> None:
+        """Gather a partitioned parameter when a script uses it. `preparing` partitions it again."""
+        if stage_of(job.strategy) == 3:
+            parts = ((name, each) for name, each in model.named_parameters() if hasattr(each, "ds_tensor"))
+            defer(parts, lambda _, parameter: parameter.all_gather())
+
+    @contextmanager
+    def preparing(self, job: Job, model: torch.nn.Module) -> Iterator[None]:
+        """Partition what the script gathered, assigned or added since `zero.Init`, with rank 0's values."""
+        import torch
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        end_deferral(model)
+        parameters: list[tuple[str, Any]] = list(model.named_parameters())
+        partitioned = any(hasattr(each, "ds_tensor") for _, each in parameters)
+        for name, parameter in parameters if partitioned else ():
+            if not hasattr(parameter, "ds_tensor"):
+                parameter.data = parameter.data.to(getattr(torch, job.compute_dtype))
+            elif parameter.numel():
+                if parameter.shape != parameter.ds_shape:
+                    raise StrategyError(
+                        f"{name} was given a tensor of shape {list(parameter.shape)}, and it has {list(parameter.ds_shape)}. "
+                        "Replace the module or the parameter."
+                    )
+                broadcast(parameter)
+                parameter.ds_status = ZeroParamStatus.AVAILABLE
+                parameter.partition(has_been_updated=True)
+        yield
 
     def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
         """Run the backward without Accelerate's step (`DeepSpeedEngineWrapper.backward`); `step` takes it.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import read_precision
+from toolkit.engines.deferred import broadcast, defer, is_deferred, materialize
 from toolkit.engines.fsdp.simulation import FSDPForecast
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
@@ -161,11 +162,10 @@ class FSDP(FSDPForecast):
         """Merge embeddings with one shared weight into one module: FSDP2 takes a weight in one group only.
 
         Accelerate puts the input and the output embedding into one group, but not the encoder's and the decoder's
-        of a T5. Persistent buffers are hidden from Accelerate, which would shard them (`hide_buffers`).
+        of a T5.
         """
         import torch
 
-        hide_buffers(model)
         first: dict[int, torch.nn.Module] = {}
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Embedding):
@@ -175,10 +175,17 @@ class FSDP(FSDPForecast):
         if not job.settings["wrap"]:
             model._no_split_modules = _blocks(model)  # type: ignore[assignment]
 
-    def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Read the weights that were left in the files."""
+    def defer_values(self, job: Job, model: torch.nn.Module) -> None:
+        """Defer the weights in the files, or rank 0's."""
         weights: Any = getattr(model, "streamed_weights", None)
-        return nullcontext() if weights is None or weights.closed else streaming(job, model)
+        if weights is not None:
+            weights.defer()
+        elif not job.strategy.quantized:
+            defer(model.named_parameters(), lambda _, parameter: broadcast(parameter))
+
+    def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Give each parameter its shard: of the user's own values, of rank 0's, or of a weight that is still in the files."""
+        return filling(job, model)
 
     def check(self, prepared: Prepared) -> list[str]:
         """Check for FSDP2 modules with every parameter a DTensor over the requested mesh."""
@@ -207,8 +214,6 @@ class FSDP(FSDPForecast):
             if isinstance(module, FSDPModule):
                 # A forward without a backward leaves the last group whole, and then its parameters are no shards.
                 module.reshard()
-        for hook in prepared.model._state_dict_pre_hooks.values():
-            hook(prepared.model, "", False)  # `hide_buffers` ends with the first of them
         yield from super().shards(prepared, create)
 
 
@@ -249,28 +254,6 @@ def _groups(prepared: Prepared) -> list[str]:
     return [*wrong, *(f"{name} is not sharded as a group of its own" for name in missing)][:3]
 
 
-def hide_buffers(model: torch.nn.Module) -> None:
-    """Let persistent buffers count as non-persistent until the model is sharded.
-
-    Accelerate's `fsdp2_load_full_state_dict` takes every tensor in a state dict for a sharded parameter. Non-persistent
-    buffers it leaves as they are on each rank. The first state dict of the sharded model restores them.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    places = [name.rpartition(".") for name in persistent_buffers(model)]
-    hidden = [(model.get_submodule(owner), leaf) for owner, _, leaf in places]
-    for module, leaf in hidden:
-        module._non_persistent_buffers_set.add(leaf)
-
-    def restore(*_: Any) -> None:
-        sharded = isinstance(model, FSDPModule) and not any(parameter.is_meta for parameter in model.parameters())
-        for module, leaf in hidden if sharded else ():
-            module._non_persistent_buffers_set.discard(leaf)
-
-    if hidden:
-        model.register_state_dict_pre_hook(restore)  # type: ignore[no-untyped-call]
-
-
 def _blocks(model: torch.nn.Module) -> list[str]:
     """Return the classes that a model declares as its blocks; Accelerate shards each of them without a spec.
 
@@ -285,57 +268,83 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 
 @contextmanager
-def streaming(job: Job, model: Any) -> Iterator[None]:
-    """Surround `accelerator.prepare` for a model with its weights still in the files.
+def filling(job: Job, model: Any) -> Iterator[None]:
+    """Surround `accelerator.prepare`. Accelerate shards the model on the meta device; then each parameter gets its shard.
 
-    Accelerate shards it on the meta device, and would then broadcast rank 0's state dict. Of a model with packed weights it
-    does neither.
+    Accelerate itself would broadcast rank 0's state dict, of which it takes each tensor for a sharded parameter of a submodule.
+    Of a model with packed weights it does neither.
     """
     from accelerate.utils import fsdp_utils
 
-    if job.strategy.quantized:
-        _to_meta(model)
-        yield
-        _fill(model, {}, on_host=bool(job.settings["offload"]))
-        model.tie_weights()
+    weights: Any = getattr(model, "streamed_weights", None)
+    if weights is None or weights.closed:
+        for parameter in filter(is_deferred, model.parameters()):
+            materialize(parameter)
+        weights, untouched = None, {}
+    else:
+        untouched = weights.untouched(model)
+
+    def fill(_: Any, model: Any, own: Mapping[str, torch.Tensor], cpu_offload: bool = False) -> None:
+        _fill(model, weights, untouched, own, on_host=cpu_offload)
+
+    if not job.strategy.quantized:
+        with patched(fsdp_utils, fsdp2_load_full_state_dict=fill):
+            yield
         return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in untouched:
+            broadcast(parameter)
+    if weights is not None:
+        _to_meta(model, untouched)
+    yield
+    if weights is not None:
+        fill(None, model, {}, bool(job.settings["offload"]))
+        model.tie_weights()
 
-    def load(_: Any, model: Any, state: Mapping[str, Any], cpu_offload: bool = False) -> None:
-        _fill(model, state, on_host=cpu_offload)
 
-    with patched(fsdp_utils, fsdp2_load_full_state_dict=load):
-        yield
-
-
-def _to_meta(model: torch.nn.Module) -> None:
-    """Move the frozen parameters to the meta device: the checkpoint has their values."""
+def _to_meta(model: torch.nn.Module, names: Container[str]) -> None:
+    """Move parameters of these names to the meta device: the checkpoint has their values."""
     import torch
 
     moved: dict[int, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name in names:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            options = parameter.__dict__ if type(parameter).__name__ == "Params4bit" else {}
+            moved[id(parameter)] = type(parameter)(empty, requires_grad=False, **options)
     for module in model.modules():
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is None or parameter.requires_grad:
-                continue
-            if id(parameter) not in moved:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                options = parameter.__dict__ if type(parameter).__name__ == "Params4bit" else {}
-                moved[id(parameter)] = type(parameter)(empty, requires_grad=False, **options)
-            module._parameters[leaf] = moved[id(parameter)]
+        for leaf, place in module._parameters.items():
+            module._parameters[leaf] = moved.get(id(place), place)
 
 
-def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None:
-    """Give each parameter on the meta device its shard, of a weight in the files or of this rank's own tensor. A collective."""
+def _fill(
+    model: Any, weights: Any, untouched: Mapping[str, str], own: Mapping[str, torch.Tensor], *, on_host: bool
+) -> None:
+    """Give each parameter on the meta device its shard, and each persistent buffer its values. A collective.
+
+    Args:
+        model: sharded.
+        weights: the `StreamedWeights` of the model, or None.
+        untouched: name of a parameter → its name in the files.
+        own: the state dict before; rank 0's values count for the other parameters.
+        on_host: whether shards are offloaded.
+    """
+    import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    weights = model.streamed_weights
     parameter: Any
     for name, parameter in [*model.named_parameters()]:
         if not parameter.is_meta:
             continue
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        whole = weights.read(name, module) if name in weights else own[name]
+        if name in untouched:
+            whole = weights.read(untouched[name], module)
+        else:
+            holder = torch.nn.Parameter(own[name], requires_grad=False)
+            broadcast(holder)
+            whole = holder.data
         mesh, placements = parameter.device_mesh, parameter.placements
         sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
@@ -348,4 +357,9 @@ def _fill(model: Any, own: Mapping[str, torch.Tensor], *, on_host: bool) -> None
         # The last ranks' shards are copied to pad them (`reset_sharded_param`), so each is assigned before the next is read.
         module.load_state_dict({leaf: shard.to("cpu") if on_host else shard}, strict=False, assign=True)
         del shard
-    weights.close()
+    for name, buffer in persistent_buffers(model).items():
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, own[name])
+    if weights is not None:
+        weights.close()
