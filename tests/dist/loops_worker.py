@@ -148,6 +148,9 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 
             exec(source(sharding, count), {"log": log, "done": done, "rows": rows, "folder": folder})
             found[name] = {"losses": losses, "weights": str(place)}
+        if sharding in ("none", *SCRIPTED):
+            found["changed"] = [changed(folder, count, change) for change in (replace_weights, resize)]
+            found["unused"] = {case: unused(folder, sharding, count, case) for case in UNUSED}
         if sharding in SCRIPTED:
             found["scripts"] = scripts(folder, count, sharding)
             found["own"] = own(folder, sharding, count)
@@ -233,6 +236,113 @@ def orders(place: Path) -> dict[str, Any]:
     for kind in kinds:
         (whole, said), (resumed, _) = epochs(kind, False), epochs(kind, True)
         found[kind] = whole, resumed, said
+
+
+def replace_weights(model: Any) -> None:
+    """What scripts do to a loaded model; ranks draw other values, and rank 0's count."""
+    import torch
+
+    rank = int(os.environ.get("RANK", "0"))
+    draw = torch.Generator().manual_seed(rank)
+    layers, embedding = model.model.layers, model.get_input_embeddings()
+    torch.manual_seed(rank)
+    model.lm_head = torch.nn.Linear(64, 256, bias=False)
+    torch.nn.init.normal_(layers[1].self_attn.q_proj.weight, std=0.05, generator=draw)
+    layers[1].mlp.up_proj.weight.data *= 1.5
+    with torch.no_grad():
+        embedding.weight[7] = embedding.weight[8:12].mean(0)
+    layers[1].mlp.down_proj.weight.data = torch.randn(64, 192, generator=draw) * 0.05
+    model.model.layers = layers[1:]  # the rest moves to other names
+    model.shift = torch.nn.Parameter(torch.full((64,), 0.1))
+    model.model.norm.register_forward_hook(lambda module, _, hidden: hidden + model.shift)
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(263, mean_resizing=False)
+
+
+def changed(folder: str, count: int, change: Callable[[Any], None]) -> list[float]:
+    """Losses of a model that was changed between `load` and `prepare`."""
+    import torch
+
+    import toolkit as tk
+
+    accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=BATCH // count), tk.describe(folder))
+    model, _ = tk.load(accelerator)
+    torch.manual_seed(0)
+    change(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = tk.prepare(accelerator, model, optimizer)
+    first = accelerator.process_index * BATCH // count
+    ids = rows()[first : first + BATCH // count].to(accelerator.device)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss.detach()))
+    accelerator.end_training()
+    return losses
+
+
+UNUSED = {
+    "class token": lambda step, rank: True,
+    "never": lambda step, rank: False,
+    "some steps": lambda step, rank: step % 2 == 0,
+    "one rank": lambda step, rank: rank == 0,
+    "scalar": lambda step, rank: True,
+}
+"""Whether a step of a rank uses the second layer of a module of the user's own."""
+
+
+def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
+    """Losses of a module with parameters that some steps do not use, or the sentence; again with `find`, where that runs."""
+    import torch
+
+    import toolkit as tk
+    from toolkit.config.strategy import SHARDINGS
+
+    class Module(torch.nn.Module):
+        step = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.token = torch.nn.Parameter(torch.tensor(1.0) if case == "scalar" else torch.randn(1, 16))
+
+        def forward(self, inputs: Any) -> Any:
+            hidden = self.first(inputs) * self.token
+            return hidden + self.second(hidden) if UNUSED[case](self.step, accelerator.process_index) else hidden
+
+    def train(accelerator: Any) -> list[float]:
+        torch.manual_seed(3)
+        module, losses, draw = Module(), [], torch.Generator().manual_seed(7)
+        model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+        for module.step in range(4):
+            inputs = torch.randn(BATCH, 16, generator=draw).split(BATCH // count)[accelerator.process_index]
+            loss = (model(inputs) ** 2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean(loss.detach()))
+        return losses
+
+    found: dict[str, Any] = {}
+    for word in SHARDINGS[sharding].unused_parameters:
+        # Under zero3 a layer that one rank alone gathers is no matter of gradients.
+        if case == "one rank" and (sharding in ("none", "zero3") or (sharding, word) == ("fsdp", "find")):
+            continue
+        spec = tk.describe(folder) if sharding.startswith("zero") else None
+        accelerator = tk.accelerator({"unused_parameters": word}, tk.TrainConfig(micro_batch=BATCH // count), spec)
+        said: list[str] = []
+        accelerator.print = said.append
+        try:
+            found[word] = train(accelerator)
+            found["said"] = [line for line in said if line.startswith("gradients")]
+        except tk.StrategyError as error:
+            found[word] = str(error)
+        accelerator.end_training()
     return found
 
 

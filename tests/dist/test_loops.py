@@ -103,6 +103,37 @@ def test_an_epoch_that_is_resumed_in_its_middle_sees_the_same_rows(found: dict[s
             assert bool(said) == (kind in ("a sampler of one's own", "batches of one's own")), (kind, said)
 
 
+def test_what_a_script_does_to_a_loaded_model_is_kept(found: dict[str, dict[str, Any]]) -> None:
+    """A new head, changed and dropped layers, a parameter more, another vocabulary: the losses of one process."""
+    reference = found["none"]["changed"]
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        for losses, expected in zip(found[sharding]["changed"], reference, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), sharding
+
+
+def test_parameters_without_a_gradient_train_as_in_one_process_or_are_named(found: dict[str, dict[str, Any]]) -> None:
+    cases = {sharding: found[sharding]["unused"] for sharding in ("none", "ddp", "zero2", "zero3", "fsdp")}
+    for sharding, ours in cases.items():
+        reference = cases["none"]
+        assert ours["class token"]["refuse"] == pytest.approx(reference["class token"]["refuse"], rel=1e-5), sharding
+        for case in ("never", "some steps", "one rank"):
+            for word, losses in ours[case].items() if "find" in ours[case] else ():
+                if word == "find" and case != "one rank":
+                    assert losses == pytest.approx(reference[case]["find"], rel=1e-5), (sharding, case)
+    for sharding in ("ddp", "zero2", "zero3", "fsdp"):
+        assert cases[sharding]["some steps"]["refuse"].startswith(
+            f"second.bias gets no gradient, and it got one in the first backward. Sharding {sharding!r} would train it otherwise"
+        )
+        assert ("token has no dimension" in cases[sharding]["scalar"]["refuse"]) == (sharding != "ddp")
+    for sharding in ("ddp", "zero2", "fsdp"):
+        assert "second.bias gets a gradient on some ranks only" in cases[sharding]["one rank"]["refuse"]
+    assert cases["ddp"]["one rank"]["find"][1:] != cases["none"]["never"]["refuse"][1:]
+    for sharding in ("zero2", "zero3", "fsdp"):
+        never = cases[sharding]["never"]
+        assert never["refuse"] == pytest.approx(cases["none"]["never"]["refuse"], rel=1e-5), sharding
+        assert never["said"] == ["gradients: 2 trained parameters get none, the first is second.bias"], sharding
+
+
 def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:
     """With the one line changed; where an engine has no `model.no_sync()`, also with what the sentence says."""
     reference = found["ddp"]["scripts"]

@@ -30,6 +30,7 @@ from toolkit.engines.records import Prepared
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
+from toolkit.training.given_weights import GivenWeights
 from toolkit.training.preparation import audit
 from toolkit.training.setup import accelerator, agree
 
@@ -308,7 +309,7 @@ def test_fp16_unscales_once_and_a_skipped_step_is_none_of_the_schedule(make: Cal
 def test_a_model_of_ones_own_may_train_a_part(
     kind: str, make: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The toolkit's own may not."""
+    """One that is like its spec may not hold anything else."""
     from peft import LoraConfig, get_peft_model
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
@@ -322,8 +323,24 @@ def test_a_model_of_ones_own_may_train_a_part(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     prepared = Prepared(ours.job, *ours.prepare(model, optimizer), ours)
     assert "prepare: bytes and dtypes were not compared, since the model trains " in capsys.readouterr().out
+    assert audit(prepared).expected is None
+    ours.unlike_spec = None
     with pytest.raises(StrategyMismatch, match="something else was prepared: trainable takes"):
         audit(prepared)
+
+
+def test_prepared_weights_are_compared_with_those_that_were_given(make: Callable[..., Any]) -> None:
+    """One value more or less, whatever the engine does: each counts."""
+    ours, model = make(), torch.nn.Linear(4, 300)
+    given = GivenWeights(ours.job, model, hashed=True)
+    prepared = Prepared(ours.job, *ours.prepare(model, torch.optim.SGD(model.parameters())), ours)
+    given.check(prepared)
+    with torch.no_grad():
+        model.bias[7] += 1e-3
+    with pytest.raises(
+        StrategyMismatch, match=r"1 of 2 trained parameters do not have the values .* the first is bias"
+    ):
+        given.check(prepared)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])

@@ -380,9 +380,6 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     class Weights:
-        def __contains__(self, name: str) -> bool:
-            return True
-
         def read(self, name: str, module: Any) -> torch.Tensor:
             missing.append(sum(parameter.is_meta for parameter in model.parameters()))
             return torch.arange(10.0).view(5, 2)
@@ -396,8 +393,7 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
         with torch.device("meta"):
             model: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 5, bias=False) for _ in range(3)))
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (3,)))
-        model.streamed_weights = Weights()
-        fsdp._fill(model, {}, on_host=False)
+        fsdp._fill(model, Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, {}, on_host=False)
     finally:
         dist.destroy_process_group()
     assert missing == [3, 2, 1]

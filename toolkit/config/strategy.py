@@ -16,6 +16,7 @@ PRECISION_WORDS = ("auto", *PRECISIONS, "fp8")
 ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("full", "none", "selective")
+UNUSED_PARAMETERS = ("refuse", "find")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -49,6 +50,7 @@ class Sharding:
     precision: tuple[str, ...] = ("auto", *PRECISIONS)
     grad_accum_dtype: tuple[str, ...] = ("auto",)
     overlap_comm: tuple[str, ...] = ("auto",)
+    unused_parameters: tuple[str, ...] = ("refuse",)
     buckets: tuple[str, ...] = ()
     """The fields of `BUCKETS` that it takes: the others have no such buffer there."""
     data_parallel: str = "shard"
@@ -64,7 +66,7 @@ class Sharding:
         return self.data_parallel == "hybrid"
 
 
-_ddp = partial(Sharding, engine="ddp", adapter=ADAPTERS)
+_ddp = partial(Sharding, engine="ddp", adapter=ADAPTERS, unused_parameters=UNUSED_PARAMETERS)
 _zero = partial(
     Sharding,
     engine="deepspeed",
@@ -73,7 +75,7 @@ _zero = partial(
     overlap_comm=("auto", "on", "off"),
     buckets=BUCKETS,
 )
-_fsdp = partial(Sharding, engine="fsdp", offload=("none", "cpu"))
+_fsdp = partial(Sharding, engine="fsdp", offload=("none", "cpu"), unused_parameters=UNUSED_PARAMETERS)
 _ALL = "optimizer states, gradients, parameters"
 
 SHARDINGS: dict[str, Sharding] = {
@@ -175,6 +177,11 @@ class Strategy(Result):
         "zero1-3: parameter elements in one gather; open: 0.9 to 1 times the square of the hidden size",
         least=1,
     )
+    unused_parameters: str = choice(
+        "refuse",
+        UNUSED_PARAMETERS,
+        "find: parameters may get a gradient in some steps only, under ddp on some ranks only; costs time in each step",
+    )
     attention: str = choice("auto", ATTENTION_WORDS, "auto: the best installed kernel for this dtype and device")
     activation_checkpointing: str = choice(
         "full",
@@ -200,7 +207,7 @@ class Strategy(Result):
 
     def _check_table(self) -> None:
         row = SHARDINGS[self.sharding]
-        for name in ("offload", "adapter", "precision", "grad_accum_dtype", "overlap_comm"):
+        for name in ("offload", "adapter", "precision", "grad_accum_dtype", "overlap_comm", "unused_parameters"):
             value, supported = getattr(self, name), getattr(row, name)
             if value not in supported:
                 able = [word for word, other in SHARDINGS.items() if value in getattr(other, name)]

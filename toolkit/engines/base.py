@@ -68,6 +68,8 @@ class Engine(OptimizerStep):
     """Whether `prepare` wraps the model in another class."""
     separate_masters = False
     """Whether mixed precision keeps masters of its own, which it makes from weights in the compute dtype."""
+    needs_every_gradient = False
+    """Whether each trained parameter needs a gradient in the backward that ends an accumulation."""
     scales_on_cpu = False
     """Whether fp16 trains on a CPU that computes it. Accelerate's scaler is silently off there."""
     hides_every_backward = True

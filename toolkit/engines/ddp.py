@@ -31,6 +31,7 @@ class DDP(Engine):
 
     prepares_pair = False
     broadcasts_buffers = True
+    needs_every_gradient = True
     hides_every_backward = False
 
     def settings(self, job: Job) -> dict[str, Any]:
@@ -44,7 +45,11 @@ class DDP(Engine):
         """Return no plugin: Accelerate needs none for DDP. Gradients are views of DDP's buckets."""
         from accelerate.utils import DistributedDataParallelKwargs
 
-        options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **_bucket_size(job))
+        options = DistributedDataParallelKwargs(
+            gradient_as_bucket_view=True,
+            find_unused_parameters=job.strategy.unused_parameters == "find",
+            **_bucket_size(job),
+        )
         return {
             "cpu": job.device.kind == "cpu",
             "mixed_precision": job.settings["autocast"],

@@ -50,6 +50,9 @@ def deferred_class() -> Any:
     import torch
 
     class Deferred(torch.nn.Parameter):
+        whole_shape: tuple[int, ...]
+        fetch: Callable[[Any], None]
+
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -90,8 +93,8 @@ def defer(parameters: Iterable[tuple[str, Any]], fetch: Callable[[str, Any], Non
 
     for name, parameter in parameters:
         if type(parameter) is torch.nn.Parameter:
-            parameter.whole_shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-            parameter.fetch = partial(fetch, name)
+            shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+            vars(parameter).update(whole_shape=shape, fetch=partial(fetch, name))
             parameter.__class__ = deferred_class()
 
 

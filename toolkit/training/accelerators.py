@@ -17,6 +17,7 @@ from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.adapters import keep_packing
 from toolkit.engines.base import engine_environment, engine_of
+from toolkit.engines.gradients import check_gradients, watch_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import patched
@@ -25,6 +26,7 @@ from toolkit.training.given_weights import GivenWeights
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
+    check_divisible,
     check_pair,
     check_uniform,
     models_and_optimizers,
@@ -156,9 +158,10 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     engine_of(self.job.strategy).after_prepare(prepared)
                 self.unlike_spec = unlike_spec(self.job, given.shapes)
                 if self.unlike_spec:
-                    self.print(f"prepare: bytes and dtypes are not compared, since {self.unlike_spec}")
+                    self.print(f"prepare: bytes and dtypes were not compared, since {self.unlike_spec}")
                 audit(prepared)
                 given.check(prepared)
+                watch_gradients(self.job, prepared.model)
                 if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
         return result
@@ -180,6 +183,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def _before_prepare(self, model: torch.nn.Module) -> None:
         engine = engine_of(self.job.strategy)
         check_uniform(self.job, model)
+        check_divisible(self.job, model)
         engine.before_prepare(self.job, model)
         keep_packing(model)  # a user's own may be quantized, too
         if not engine.broadcasts_buffers:
@@ -269,13 +273,15 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Run the backward as Accelerate does: the loss is divided by `TrainConfig.accumulation`.
 
         Raises:
-            StrategyError: for a second call before `optimizer.step()` where DeepSpeed has taken a step in the first.
+            StrategyError: for a second call before `optimizer.step()` where DeepSpeed has taken a step in the first, and for a
+                parameter without a gradient that would be trained otherwise than in one process.
         """
         if self._took_step and self.sync_gradients:
             raise StrategyError(
                 "accelerator.backward was called twice before optimizer.step(), and DeepSpeed took a step in the first call. "
                 "Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each micro-batch."
             )
+        check_gradients(self, loss)
         self._norms.clear()
         self._unscaled = False
         super().backward(loss, **options)

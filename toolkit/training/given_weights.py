@@ -88,7 +88,7 @@ def value_hash(tensor: torch.Tensor, dtype: str) -> int:
 
     kind: torch.dtype = getattr(torch, dtype)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.itemsize]
-    return _wrapped(_mixed(chunk.to(kind).view(bits).long()) for chunk in tensor.reshape(-1).split(CHUNK))
+    return _wrapped(_mixed(chunk.to(kind).view(bits).long()) for chunk in torch.split(tensor.reshape(-1), CHUNK))
 
 
 def _mixed(bits: torch.Tensor) -> int:

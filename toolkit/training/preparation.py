@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.parallelism import count_ranks
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import StrategyMismatch
+from toolkit.core.errors import StrategyError, StrategyMismatch
 from toolkit.core.units import format_bytes
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
@@ -291,6 +291,18 @@ def check_uniform(job: Job, model: torch.nn.Module) -> None:
     if len(kinds) > 1:
         named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
         raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
+
+
+def check_divisible(job: Job, model: torch.nn.Module) -> None:
+    """Refuse parameters that the sharding engines cannot divide: scalars, and those without elements."""
+    sharding = job.strategy.sharding
+    for name, parameter in model.named_parameters() if engine_of(job.strategy).prepares_pair else ():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if not shape or not math.prod(shape):
+            what, cure = ("no elements", "Remove it") if shape else ("no dimension", "Give it the shape (1,)")
+            raise StrategyError(
+                f"{name} has {what}, and sharding {sharding!r} cannot divide it. {cure}, or choose sharding 'ddp'."
+            )
 
 
 def broadcast_buffers(model: torch.nn.Module) -> None:

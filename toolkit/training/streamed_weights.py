@@ -109,14 +109,9 @@ class StreamedWeights:
         """Whether the files hold weights under other names than the model's, or in parts."""
         return any(source.tensors != [name] for name, source in self._sources.items())
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a parameter of the model, perhaps under an adapter, is the checkpoint's."""
-        return self.source_name(name) in self._sources
-
-    def source_name(self, name: str) -> str:
-        """Return the checkpoint's name of a parameter, also of one under an adapter or of a tied one."""
-        name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        return self._first.get(name, name)
+    def _entry(self, name: str) -> Source:
+        """Return where a weight is, perhaps a tied one."""
+        return self._sources[self._first.get(name, name)]
 
     def share(self, name: str) -> torch.Tensor:
         """Return a weight on every rank, in the file's dtype. A collective."""
@@ -134,7 +129,7 @@ class StreamedWeights:
         defer((place for place in self._places.values() if self._is_whole(*place)), self.fetch)
 
     def _is_whole(self, name: str, parameter: torch.nn.Parameter) -> bool:
-        return tuple(parameter.shape) == self._sources[self.source_name(name)].shape
+        return tuple(parameter.shape) == self._entry(name).shape
 
     def untouched(self, model: torch.nn.Module) -> dict[str, str]:
         """Return the parameters that still have their values in the files alone: name in the model → name in the files.
@@ -154,7 +149,7 @@ class StreamedWeights:
         """Return a weight on the device; without files its memory."""
         import torch
 
-        source, device = self._sources[self.source_name(name)], self._accelerator.device
+        source, device = self._entry(name), self._accelerator.device
         if files and len(source.tensors) == 1:
             return cast("torch.Tensor", files[source.tensors[0]].get_tensor(source.tensors[0]).to(device))
         whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
@@ -261,7 +256,7 @@ class StreamedWeights:
         from bitsandbytes.functional import quantize_4bit
 
         packed, first, exact = data.view(-1).view(torch.uint8), 0, []
-        for source in self._sources[self.source_name(name)].tensors:
+        for source in self._entry(name).tensors:
             weight = self._files[source].get_tensor(source)  # a view of the mapped file; only a piece is copied
             if transposed:
                 weight = weight.T

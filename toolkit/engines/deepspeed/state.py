@@ -18,6 +18,7 @@ from toolkit.core.units import dtype_name
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed.zero3 import copies, stage_of
 from toolkit.engines.deferred import broadcast, defer, end_deferral
+from toolkit.engines.gradients import check_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StateMemory, StepResult
 from toolkit.engines.shards import MASTER, PARAMETER, Shard, whole_box
@@ -96,6 +97,7 @@ class ZeroState(Engine):
         DeepSpeed divides the loss by the accumulation steps, which a loss weighted by tokens has to undo.
         """
         engine = prepared.model
+        check_gradients(prepared.accelerator, loss)
         with phase("backward"):
             engine.set_gradient_accumulation_boundary(is_boundary=last)
             engine.backward(loss * prepared.job.train_config.accumulation)

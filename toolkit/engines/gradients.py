@@ -1,0 +1,108 @@
+"""Trained parameters that get no gradient: each engine would treat them in its own way, or its ranks would wait for each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from toolkit.config.strategy import SHARDINGS
+from toolkit.core.errors import StrategyError
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+
+if TYPE_CHECKING:
+    import torch
+
+_WATCHES: WeakKeyDictionary[Any, GradientWatch] = WeakKeyDictionary()
+
+
+def watch_gradients(job: Job, model: torch.nn.Module) -> None:
+    """Watch a prepared model, unless one process or DDP's own search takes parameters without a gradient as they come."""
+    engine = engine_of(job.strategy)
+    if job.ranks > 1 and not (engine.needs_every_gradient and job.strategy.unused_parameters == "find"):
+        _WATCHES[model] = GradientWatch(job, model)
+
+
+def check_gradients(accelerator: Any, loss: torch.Tensor) -> None:
+    """Check the parameters of watched models that the backward of a loss will give gradients.
+
+    Raises:
+        StrategyError: for a parameter that would be trained otherwise than in one process, by its name.
+    """
+    if _WATCHES and (reached := _reached_parameters(loss)) is not None:
+        for note in filter(None, [watch.check(reached) for watch in _WATCHES.values()]):
+            accelerator.print(note)
+
+
+class GradientWatch:
+    """The trained parameters of a model that a backward reaches: the same ones on every rank and in every step.
+
+    They are read off the graph before the backward begins: a rank that reduces other gradients hangs or aborts the others.
+    """
+
+    def __init__(self, job: Job, model: torch.nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self._strategy, self._refuses = job.strategy, engine_of(job.strategy).needs_every_gradient
+        self._names: dict[int, str] = {}
+        self._first: set[str] | None = None
+        self._note(model, "")
+        for name, part in model.named_modules():
+            if issubclass(type(part), FSDPModule):  # its forward uses gathered parameters, which exist from then on
+                part.register_forward_pre_hook(lambda module, _, name=name: self._note(module, name))
+
+    def _note(self, module: Any, prefix: str) -> None:
+        named = module.named_parameters(prefix=prefix)
+        self._names |= {id(each): name.removeprefix("module.") for name, each in named if each.requires_grad}
+
+    def check(self, reached: set[int]) -> str | None:
+        """Compare the parameters that a backward reaches with the first backward's. The first is a collective.
+
+        Returns:
+            After the first backward, a note on parameters without a gradient; else None.
+        """
+        from accelerate.utils import gather_object
+
+        names = {name for key, name in self._names.items() if key in reached}
+        if not names:  # the loss is another model's
+            return None
+        missing = sorted({*self._names.values()} - names)
+        first, self._first = self._first, names if self._first is None else self._first
+        if first is None or self._strategy.unused_parameters == "find":
+            everywhere = [set(each) for each in gather_object([missing])]
+            if differing := sorted(set.union(*everywhere) - set.intersection(*everywhere)):
+                raise StrategyError(self._sentence(differing[0], "gets a gradient on some ranks only"))
+            if missing and self._refuses:
+                raise StrategyError(self._sentence(missing[0], "gets no gradient"))
+        elif changed := sorted(names ^ first):
+            what = "gets a gradient, and it got none" if changed[0] in names else "gets no gradient, and it got one"
+            raise StrategyError(self._sentence(changed[0], f"{what} in the first backward"))
+        if first is not None or not missing:
+            return None
+        return f"gradients: {len(missing)} trained parameters get none, the first is {missing[0]}"
+
+    def _sentence(self, name: str, what: str) -> str:
+        """Return an error's text."""
+        able = [word for word, row in SHARDINGS.items() if "find" in row.unused_parameters and word != "none"]
+        return (
+            f"{name} {what}. Sharding {self._strategy.sharding!r} would train it otherwise than one process does. Freeze it with "
+            "requires_grad_(False), use it in every step on every rank, or choose unused_parameters 'find' with sharding "
+            f"{', '.join(able)}."
+        )
+
+
+def _reached_parameters(loss: torch.Tensor) -> set[int] | None:
+    """Return the ids of the tensors that a backward gives gradients; None where reentrant checkpointing hides some."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen, reached = set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return None
+        if node.name() == "torch::autograd::AccumulateGrad":
+            reached.add(id(node.variable))
+        nodes.extend(following for following, _ in node.next_functions)
+    return reached
