@@ -236,6 +236,7 @@ def orders(place: Path) -> dict[str, Any]:
     for kind in kinds:
         (whole, said), (resumed, _) = epochs(kind, False), epochs(kind, True)
         found[kind] = whole, resumed, said
+    return found
 
 
 def replace_weights(model: Any) -> None:
