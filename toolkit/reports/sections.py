@@ -83,15 +83,19 @@ def sections_of(run: Report) -> list[Section]:
     if run.about.get("attempts"):
         sections.append(_attempts(run.about["attempts"]))
     sections.append(_machine(run))
-    return [replace(part, code=shorten(part.code), tables=[*map(_bounded, part.tables)]) for part in sections]
+    return [
+        replace(part, words=shorten(part.words), code=shorten(part.code), tables=[*map(_bounded, part.tables)])
+        for part in sections
+    ]
 
 
 def _bounded(table: Table) -> Table:
     """Return a table of at most `ROWS` rows, with short cells: a folder may have been written by anybody."""
     rows = [*table.rows]
     notes = [f"{ROWS} of {len(rows):,} rows are shown."] if len(rows) > ROWS else []
-    cells = [[shorten(str(cell), CELL) for cell in row] for row in rows[:ROWS]]
-    return replace(table, rows=cells, notes=[*table.notes, *notes])
+    lines = ([shorten(str(cell), CELL) for cell in line] for line in (table.columns, table.notes[:ROWS], *rows[:ROWS]))
+    columns, own, *cells = lines
+    return replace(table, columns=columns, rows=cells, notes=[*own, *notes])
 
 
 def figures(run: Report) -> list[tuple[str, str]]:
