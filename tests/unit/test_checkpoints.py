@@ -362,8 +362,12 @@ def test_as_many_are_kept_as_asked_and_what_was_half_written_is_cleared(run: dic
     half = tmp_path / ".step-00000007.partial"
     half.mkdir()
     (half / "rank-00000.safetensors").touch()
+    for name in (".step-notes", ".step-7.partial", ".step-00000007.mine"):
+        (tmp_path / name).mkdir()
     policy = saver(run, tmp_path, keep=3)
     assert not half.exists()
+    for name in (".step-notes", ".step-7.partial", ".step-00000007.mine"):
+        (tmp_path / name).rmdir()  # the user's are there
     for step in range(1, 6):
         policy.save(step)
         policy.wait()
@@ -460,6 +464,38 @@ def test_a_key_that_names_no_part_is_refused(written: Path, key: str, shape: tup
     (newest / "rank-00000.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is not a safetensors file"), opened(newest, read_manifest(newest)):
         pass
+
+
+CONTRADICTIONS = [
+    ({"dtype": "int8"}, r"is damaged: .*holds float32, and the manifest names int8"),
+    ({"dtype": "bfloat16"}, r"is damaged: .*holds float32, and the manifest names bfloat16"),
+    ({"shape": [16]}, r"is damaged: .*reaches beyond the shape \[16\]"),
+    ({"shape": [4, 8]}, r"is damaged: .*reaches beyond the shape \[4, 8\]"),
+    ({"shape": [64]}, r"has no \w+ of model\.norm\.weight of shape \[32\]"),
+    ({"shape": [0]}, r"is damaged: .*reaches beyond the shape \[0\]"),
+]
+
+
+def test_a_manifest_that_contradicts_its_files_is_refused(run: dict[str, Any], written: Path) -> None:
+    newest = list_checkpoints(written)[0]
+    manifest, name = read_manifest(newest), "model.norm.weight"
+    for kind in ("weight", "exp_avg"):
+        for changes, match in CONTRADICTIONS:
+            kinds = {**manifest.tensors[name], kind: {**manifest.tensors[name][kind], **changes}}
+            crafted = dataclasses.replace(manifest, tensors={**manifest.tensors, name: kinds})
+            (newest / "manifest.json").write_bytes(crafted.encode())
+            with pytest.raises(CheckpointError, match=match):
+                restore(run["ours"], run["schedule"], resume_point(newest), run["identity"])
+    for schedule in ({"last_epoch": "x"}, {"last_epoch": []}):
+        (newest / "manifest.json").write_bytes(dataclasses.replace(manifest, schedule=schedule).encode())
+        with pytest.raises(CheckpointError, match=r"is damaged: its schedule or its generators"):
+            restore(run["ours"], run["schedule"], resume_point(newest), run["identity"])
+    (newest / "manifest.json").write_bytes(manifest.encode())
+    tensors = load_file(newest / "rank-00000.safetensors")
+    for state in ("torch", "python", "numpy"):
+        save_file({**tensors, f"generator:{state}": torch.zeros(3)}, newest / "rank-00000.safetensors")
+        with pytest.raises(CheckpointError, match=r"is damaged: its schedule or its generators"):
+            restore(run["ours"], run["schedule"], resume_point(newest), run["identity"])
 
 
 ALONE = """

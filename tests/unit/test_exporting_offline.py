@@ -533,11 +533,14 @@ def test_manifests_that_somebody_made(lives: Lives, tmp_path: Path) -> None:
         name: {**about, "weight": {**about["weight"], "dtype": "int8"}} for name, about in manifest.tensors.items()
     }
     (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, tensors=tensors).encode())
-    refused(RunError, r"holds weights in int8: expected float32.*--dtype", checkpoint, tmp_path / "out")
+    for dtype in (None, "fp32"):
+        match = r"is damaged: .*holds float32, and the manifest names int8"
+        refused(CheckpointError, match, checkpoint, tmp_path / "out", dtype=dtype)
 
 
 def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
-    final = tmp_path / "export"
+    final, mine = tmp_path / "export", tmp_path / ".export.mine.partial"
+    mine.mkdir()
     for text in ("first", "second"):
         with atomic_dir(final, replace=True) as draft:
             (draft / "deep" / "er").mkdir(parents=True)
@@ -548,6 +551,7 @@ def test_what_is_there_is_replaced_by_what_is_whole(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"export cannot be put in place: .*not empty"), atomic_dir(final) as draft:
         (draft / "file").write_text("third")
     assert (final / "deep" / "er" / "file").read_text() == "second"
+    mine.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 

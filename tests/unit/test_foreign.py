@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -401,6 +402,12 @@ def test_chunks_that_do_not_make_up_a_tensor(tmp_path: Path) -> None:
         record.size = record.chunks[0].sizes = torch.Size([2**50])
 
     refused(change(dcp(tmp_path / "three"), huge), "model.b", "bytes", "expected at least")
+
+    def other(metadata: Any) -> None:
+        properties = metadata.state_dict_metadata["model.b"].properties
+        metadata.state_dict_metadata["model.b"].properties = dataclasses.replace(properties, dtype=torch.int8)
+
+    refused(change(dcp(tmp_path / "five"), other), "model.b", "holds torch.float32, and .metadata names torch.int8")
 
     def shapeless(metadata: Any) -> None:
         metadata.state_dict_metadata["model.b"].size = torch.float32

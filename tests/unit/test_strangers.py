@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ from toolkit.data.files import LONGEST, documents
 from toolkit.data.sources import find_source
 from toolkit.exporters.folders import atomic_dir
 from toolkit.exporters.results import Checked, finish_export
-from toolkit.launcher import Run, supervisor
+from toolkit.launcher import Run, restarts, supervisor
 from toolkit.launcher.failures import failure
 from toolkit.launcher.processes import supervises
 from toolkit.launcher.targets import Target, check_target, note_launch, target_of
 from toolkit.models import describe, require_weights
 from toolkit.models.remote_code import digest_of
+from toolkit.notebook import live
 from toolkit.run_folder import folder, run_lock
 
 MEASURED = """
@@ -233,13 +234,21 @@ def test_a_report_leaves_its_folder_by_no_link(here: Path, monkeypatch: pytest.M
     assert theirs.read_text() == "theirs"
 
 
-@pytest.mark.parametrize("file", ["logs/notes.txt", "logs/more/x", "accelerate.yaml", "lock", "logs", ".mine.tmp", "x"])
+HEX = "0123456789abcdef"
+THEIRS = [
+    "logs/notes.txt", "logs/more/x", "accelerate.yaml", "lock", "logs", ".mine.tmp", "x", f".notes.{HEX}.tmp",
+    f"logs/.a.{HEX}.tmp", "logs/rank-0.log", f".run.json.{HEX}.tmp",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", THEIRS)
 @pytest.mark.parametrize("way", ["enter", "launch", "train"])
 def test_a_new_run_leaves_a_users_files_alone(
     file: str, way: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = here / "run" / file
     own.parent.mkdir(parents=True)
+    (here / "run/lock").touch()  # empty: no run has signed it
     own.write_text("my notes\n")
     if way == "train":
         assert cli.main(["train", "--run-dir", str(here / "run"), "--steps", "1"]) == 2
@@ -252,13 +261,45 @@ def test_a_new_run_leaves_a_users_files_alone(
     assert own.read_text() == "my notes\n"
 
 
-def test_what_came_into_a_new_run_stays_when_it_goes(here: Path) -> None:
+@pytest.mark.parametrize(
+    "file", ["logs/notes.txt", f"logs/.a.{HEX}.tmp", f".notes.{HEX}.tmp", "accelerate.yaml/x", "logs/rank-0.beat/x"]
+)
+def test_what_came_into_a_new_run_stays_when_it_goes(file: str, here: Path) -> None:
     with folder.enter(here / "run") as run:
         run.logs.mkdir()
         run.log(0).write_text("ours")
-        (run.logs / "notes.txt").write_text("mine")
+        own = run.path / file
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text("mine")
         run.discard()
-    assert (here / "run/logs/notes.txt").read_text() == "mine"
+        assert own.read_text() == "mine"
+        own.unlink()
+        if own.parent not in (run.path, run.logs):
+            own.parent.rmdir()
+        for draft in (f".run.json.{HEX}.tmp", f"logs/.rank-0.error.json.{HEX}.tmp"):  # of a process that was killed
+            (run.path / draft).touch()
+        run.discard()
+    assert not (here / "run").exists()
+
+
+def test_a_resumed_run_leaves_a_users_logs_alone(here: Path) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    own = [run.logs / name for name in ("rank-mine.beat", "rank-mine.error.json", "rank-mine.log")]
+    for path in own:
+        path.write_text("mine")
+    run.beat(0).touch()
+    supervisor._clear(run, {"num_processes": 2})
+    restarts._report(run, "Restart 1 of 1")
+    assert [path.read_text() for path in own] == ["mine"] * 3
+    assert not run.beat(0).exists()
+
+
+def test_an_empty_lock_is_no_run(here: Path) -> None:
+    (here / "runs/theirs").mkdir(parents=True)
+    (here / "runs/theirs/lock").touch()
+    assert len(tk.runs()) == 0
+    with pytest.raises(RunError, match="holds no run"):
+        tk.attach("runs/theirs")
 
 
 def test_results_replace_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -597,6 +638,103 @@ def test_a_line_that_no_run_writes_is_named(line: str, here: Path) -> None:
     with pytest.raises(RunError, match=r"events\.jsonl, line 2: "):
         tk.report(run.path)
     assert tk.attach(run.path).progress.step == 1
+
+
+WORDS = """rank 1 ended. Its last lines:
+    Traceback (most recent call last):
+      File "it's.py", line 3, in <module>
+    raise ValueError('a  b' + "c")  # over
+    toolkit train --model 'a  b' --data "it's"""
+
+
+def views(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What every view shows of a run."""
+    run = tk.attach(path)
+    shown = [
+        str(run),
+        run._repr_html_(),
+        live._page(run, last=True),
+        repr(run),
+        run.to_json(),
+        str(tk.runs(path.parent)),
+    ]
+    result = tk.report(path)
+    shown += [str(result), result._repr_html_(), result.page(), result.to_json()]
+    for verb in ("watch", "stop", "runs", "report"):
+        assert cli.main([verb, str(path.parent if verb == "runs" else path)]) in (0, 2)
+        shown.append("".join(capsys.readouterr()))
+    assert not [
+        text for text in shown if "Traceback (most recent call last):\n  File" in text or "cannot be shown" in text
+    ]
+    return shown
+
+
+def test_words_of_a_log_are_no_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.write(here / "run", [runs.event(1)])
+    run.record_end("failed", WORDS)
+    shown = views(run.path, capsys)
+    for text in (shown[0], shown[10], shown[11]):  # printed, watched and stopped
+        assert all(line in text for line in WORDS.splitlines()[1:-1]), "line by line, as it was"
+    long = Table(
+        columns=("a",), rows=[], title="    toolkit train --model 'a  b' --data \"it's" + " --word x" * 9
+    ).text(40)
+    assert long.replace(" \\\n        ", " ").startswith("    toolkit train --model 'a  b' --data \"it's --word x")
+
+
+MANY = "".join(f'"{number}": "1", ' for number in range(9_999))
+HUGE = [
+    ("events.jsonl", lambda text: text + json.dumps(runs.event(2, bytes=[{"rss": 2**30}] * 5_000)) + "\n"),
+    ("events.jsonl", lambda text: text + json.dumps(runs.event(2, **{f"x{i}": 1 for i in range(20_000)})) + "\n"),
+    ("events.jsonl", lambda text: text + "".join(json.dumps(runs.event(i)) + "\n" for i in range(2, 5_000))),
+    ("events.jsonl", lambda text: text.replace("7.9", "-1e308") + text.replace("7.9", "1.7e308")),
+    ("events.jsonl", lambda text: text + json.dumps(runs.event(2**64 - 1, tokens=2**63, seconds=1e308)) + "\n"),
+    ("events.jsonl", lambda text: text + json.dumps(runs.event(2, tokens=2**63, seconds=1e-308)) + "\n"),
+    ("logs/end.json", lambda _: json.dumps({"how": "failed", "attempt": 1, "message": "a 'b c\n" * 2**20})),
+    ("logs/end.json", lambda _: json.dumps({"how": "<b>burnt</b>", "attempt": 1, "message": "x"})),
+    ("logs/end.json", lambda _: '{"how": "failed", "attempt": 1, "message": "x", "y": ' + "[" * 900 + "]" * 900 + "}"),
+    ("run.json", lambda text: text.replace('"versions": {', '"versions": {' + MANY)),
+    ("run.json", lambda text: text.replace('"ranks": 2', '"ranks": 1048576')),
+    ("memory.json", lambda text: text.replace('"parts": {\n', '"parts": {\n' + MANY.replace('"1"', "1"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "change"), HUGE)
+def test_a_view_is_bounded(
+    file: str, change: Callable[[str], str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.write(here / "run", [runs.event(1)], memory=runs.memory())
+    place = run.path / file
+    place.write_text(change(place.read_text() if place.exists() else ""))
+    shown = views(run.path, capsys)
+    assert max(map(len, shown[:9] + shown[10:])) < 200_000, "no view grows with its folder"
+    for number in (4, 9):
+        json.loads(shown[number], parse_constant=pytest.fail)
+    assert "<b>burnt" not in "".join(shown)
+
+
+@pytest.mark.parametrize("file", ["run.json", "memory.json", "events.jsonl"])
+def test_nesting_is_a_sentence(file: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.write(here / "run", [runs.event(1), runs.event(2)], memory=runs.memory())
+    place = run.path / file
+    lines = place.read_text().rstrip().removesuffix("}")
+    place.write_text(lines + ', "x": ' + "[" * 900 + "]" * 900 + "}\n")
+    assert "toolkit-run" in tk.attach(run.path)._repr_html_()
+    assert cli.main(["report", str(run.path)]) == 2
+    assert "it is nested too deeply" in capsys.readouterr().err
+
+
+def test_of_many_ranks_the_fullest_are_shown(here: Path) -> None:
+    found = runs.about(ranks=4_096, parallelism={"dp_shard": 4_096})
+    run = runs.write(here / "run", [runs.event(1, bytes=[{"rss": 2**20 + i} for i in range(4_096)])], found=found)
+    shown = tk.attach(run.path)
+    assert len(shown.progress.bytes_per_rank) == 4_096
+    for text in (str(shown), shown._repr_html_()):
+        assert "rank 4095" in text
+        assert "rank 4000" not in text
+    assert "4,064 more ranks have less memory" in str(shown)
+    about = runs.about()
+    atomic_io.write_json(run.run_json, about)
+    assert len(tk.attach(run.path).progress.bytes_per_rank) == about["ranks"]
 
 
 # Terminals, cards and secrets ------------------------------------------------------------------------------------------

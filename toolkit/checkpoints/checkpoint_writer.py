@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import threading
 import time
@@ -317,7 +318,8 @@ class CheckpointWriter:
 def _clear_partial(folder: Path) -> None:
     """Remove partial writes and deletions of a killed run."""
     for path in folder.glob(".step-*"):
-        shutil.rmtree(path)
+        if re.fullmatch(r"\.step-\d{8,}\.(partial|old)", path.name):
+            shutil.rmtree(path)
 
 
 def _is_json_value(value: Any) -> bool:

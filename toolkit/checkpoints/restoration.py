@@ -160,11 +160,16 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
             # Equal values stay: the checkpoint may have rounded them.
             if not torch.equal(shard.tensor.to("cpu", value.dtype), value):
                 copy([(shard.box, value)], parts(shard))
-        _restore_schedule(schedule, manifest.schedule)
         # Last, since restoring may draw random numbers. Additional data-parallel ranks take the stored states in turn.
         wrote = Parallelism(**manifest.parallelism)
         dp_rank = prepared.job.coordinates(prepared.accelerator.process_index).dp_rank
-        write_generators(stored.generators(wrote.first_rank(dp_rank % wrote.dp_size)))
+        try:
+            _restore_schedule(schedule, manifest.schedule)
+            write_generators(stored.generators(wrote.first_rank(dp_rank % wrote.dp_size)))
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: its schedule or its generators cannot be restored ({error}). Take another checkpoint."
+            ) from error
     prepared.accelerator.wait_for_everyone()
 
 

@@ -24,6 +24,7 @@ from toolkit.engines.shards import (
     uncovered,
     whole_box,
 )
+from toolkit.models.files import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +51,15 @@ class StoredTensors:
                 if key.startswith(f"{GENERATOR}:"):
                     continue
                 try:
-                    region = Region.parse(key, file.get_slice(key).get_shape())
-                    _check_inside(region, manifest)
+                    part = file.get_slice(key)
+                    region = Region.parse(key, part.get_shape())
+                    _check_inside(region, SAFETENSORS_DTYPES.get(part.get_dtype()), manifest)
                     counts[name, region.name, region.kind] += 1
                     if counts[name, region.name, region.kind] > PARTS:
                         raise ValueError(f"the file holds more than {PARTS} parts of it")
                 except ValueError as error:
                     raise CheckpointError(
-                        f"{path / name}: {key!r} names no part of a tensor of this checkpoint: {error}. "
+                        f"{path / name} is damaged: {key!r} names no part of a tensor of this checkpoint: {error}. "
                         "The toolkit did not write it. Take another checkpoint."
                     ) from error
                 self._stored.setdefault((region.name, region.kind), []).append((region, file))
@@ -117,8 +119,8 @@ class StoredTensors:
                     yield shared, _read(region, file, shared)
 
 
-def _check_inside(region: Region, manifest: Manifest) -> None:
-    """Check that a region lies inside a tensor of the manifest.
+def _check_inside(region: Region, dtype: str | None, manifest: Manifest) -> None:
+    """Check that a region lies inside a tensor of the manifest, and has its dtype.
 
     Raises:
         ValueError: if it does not.
@@ -129,6 +131,8 @@ def _check_inside(region: Region, manifest: Manifest) -> None:
     shape = about["shape"]
     if len(shape) != len(region.box) or any(o + n > size for (o, n), size in zip(region.box, shape, strict=True)):
         raise ValueError(f"its box reaches beyond the shape {shape}")
+    if dtype != about["dtype"]:
+        raise ValueError(f"it holds {dtype}, and the manifest names {about['dtype']}")
 
 
 def _boxes(region: Region) -> Iterator[Box]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.atomic_io import encode_json
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
-from toolkit.core.redaction import redact_all
 
 
 @contextlib.contextmanager
@@ -76,9 +75,8 @@ def write(path: Path, text: str) -> None:
 
 def show(result: Result | dict[str, Any], target: str | None) -> None:
     """Print a result, and write it as JSON to the target of `--json`."""
-    value = redact_all(result.to_dict() if isinstance(result, Result) else result)
     if target is not None:
-        text = json.dumps(value, indent=2) + "\n"
+        text = encode_json(result.to_dict() if isinstance(result, Result) else result, indent=2) + "\n"
         if target == "-":
             print(text, end="")
         else:

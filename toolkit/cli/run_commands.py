@@ -160,10 +160,12 @@ def _resume_own(
         raise RunError(
             f"{', '.join(unusable)}: only the recipe takes such flags, and {path} is a run of {target.name}."
         )
-    if words := shlex.split(getattr(flags, "target", None) or ""):
-        target = _target(words, flags.sha256)
-    else:
-        target = check_target(run_paths(path), target, getattr(flags, "trust_target", None))
+    try:
+        words = shlex.split(getattr(flags, "target", None) or "")
+    except ValueError as error:
+        raise RunError(f"--target {flags.target}: {error}. Quote its words as a shell does.") from error
+    trusted = getattr(flags, "trust_target", None)
+    target = _target(words, flags.sha256) if words else check_target(run_paths(path), target, trusted)
     run_script(path, target, strategy, ranks, hardware(), resume=True)
     return Run(path).to_dict()
 

@@ -25,6 +25,9 @@ from toolkit.core.redaction import map_leaves, redact_all
 LIMIT = 16 * 2**20
 """Bytes of the longest JSON that is read, of which Python makes objects of 400 MiB at most: a run's files have thousands."""
 
+DEEPEST = 100
+"""Levels of nested JSON that are read: every reader of it may recurse."""
+
 DRAFT = ".tmp"
 """Suffix of the names of drafts."""
 
@@ -105,14 +108,23 @@ def parse_json(data: bytes | str, *, finite: bool = True, **hooks: Any) -> Any:
     Raises:
         ValueError: for other numbers, for what is no JSON, and for what is nested too deeply.
     """
+    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
     try:
-        if not finite:
-            return json.loads(data, **hooks)
-        return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float, **hooks)
+        plain = finite and not hooks  # as the lines of events.jsonl, of which there are many
+        value = (_FINITE if plain else json.JSONDecoder(**(_NUMBERS if finite else {}), **hooks)).decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(value, DEEPEST):
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    """Return whether JSON has more than `most` levels."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(isinstance(item, dict | list) and (most <= 1 or _is_deep(item, most - 1)) for item in inner)
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,13 +178,17 @@ def _float(digits: str) -> float:
     return value
 
 
+_NUMBERS: Mapping[str, Any] = {"parse_int": _int, "parse_float": _float, "parse_constant": _float}
+_FINITE = json.JSONDecoder(**_NUMBERS)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all. Numbers that are not finite become null, secrets `[redacted]`.
 
     Raises:
         RunError: where the disk does not take it.
     """
-    write_or_explain(path, (_to_json(value, indent=2) + "\n").encode())
+    write_or_explain(path, (encode_json(value, indent=2) + "\n").encode())
 
 
 def write_or_explain(path: Path, data: bytes) -> None:
@@ -193,7 +209,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     Raises:
         RunError: where the disk takes only a part of it, which is taken back, or nothing.
     """
-    data = (_to_json(line) + "\n").encode()
+    data = (encode_json(line) + "\n").encode()
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -283,7 +299,7 @@ def cut_events(path: Path, step: int) -> list[dict[str, Any]]:
     return remaining
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def encode_json(value: Any, indent: int | None = None) -> str:
     """Return JSON without secrets, and without NaN and infinity, which it does not have."""
     finite = map_leaves(
         redact_all(value), lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf

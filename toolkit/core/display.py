@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
-import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.redaction import redact, redact_all, visible
+from toolkit.core.atomic_io import encode_json
+from toolkit.core.redaction import redact, visible
 
 UNLIMITED = 10_000
 """Characters of a line that nothing wraps."""
 
 NARROW = 16
 """Characters below which no column is narrowed."""
+
+COMMAND = "    toolkit "
+"""The beginning of a line that is a command."""
+
+_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+"""A word of a shell's command, with its quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +109,15 @@ def _numeric(cell: str) -> bool:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Return text in lines of `width` characters. Paths and flags stay whole. A line that is indented is a command."""
-    import shlex
+    """Return text in lines of `width` characters. Paths and flags stay whole. Other indented lines are a log's or code."""
     import textwrap
 
     def fill(line: str) -> str:
         if not line.startswith("    "):
             return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-        first, *arguments = map(shlex.quote, shlex.split(line))
+        if not line.startswith(COMMAND):
+            return line
+        first, *arguments = _WORD.findall(line)
         lines = [f"    {first}"]
         for word in arguments:
             if len(lines[-1]) + len(word) + 3 > width:
@@ -153,7 +161,7 @@ class Result:
 
     def to_json(self) -> str:
         """Return `to_dict()` as JSON text."""
-        return json.dumps(redact_all(self.to_dict()), indent=2)
+        return encode_json(self.to_dict(), indent=2)
 
 
 def markup(html: str) -> Any:

@@ -46,6 +46,9 @@ INK, QUIET, GRID, LIMIT = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
 LONG = 12
 """Rows above which the table of a picture is folded."""
 
+BARS = 100
+"""Rows, and parts, of the largest picture."""
+
 WIDTH = 760
 """Pixels. A picture shrinks with its place and never grows."""
 
@@ -134,6 +137,8 @@ def picture(
         return MISSING.format(escape(title))
     import matplotlib
 
+    if max(len(legend), sum(heights) / 34) > BARS:
+        return f"<p>{escape(title)}: not drawn, it has more than {BARS} parts or rows.</p>"
     columns = min(max(1, int((WIDTH - 24) / (max(map(len, legend), default=0) * 6.5 + 38))), len(legend) or 1)
     height = round(34 + 20 * math.ceil(len(legend) / columns) + sum(heights))
     with _LOCK:
@@ -143,6 +148,8 @@ def picture(
             warnings.filterwarnings("ignore", GLYPH)  # a second time, it would let Python repeat a user's warnings
         try:
             body = _drawn(title, draw, legend, columns, sides, heights, height)
+        except (ArithmeticError, ValueError, TypeError) as error:  # of figures that no run has
+            return f"<p>{escape(title)}: not drawn, {escape(str(error))}.</p>"
         finally:
             matplotlib.rcParams.update(before)
     return redact(

@@ -29,6 +29,7 @@ LEAST = 8
 
 _SECRET = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY(?:_ID)?|PRIVATE_KEY|PASSPHRASE)$|SECRET|PASSWORD|PASSWD")
 _PLACE = re.compile(r"(?:FILE|PATH|DIR)$")
+_LEAVES = (str, float, int, type(None))
 _OURS = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
 
 _VALUE = r"[^\s\"'\\,;&<>]{8,}"
@@ -87,6 +88,14 @@ def redact(text: str) -> str:
     return _redacted(text, _secrets_pattern())
 
 
+def shorten(text: str, most: int = 20_000) -> str:
+    """Return a text, or the beginning and the end of a long one, redacted: a view waits for no megabytes."""
+    if len(text) <= most:
+        return redact(text)
+    ends = redact(text[: 2 * most])[: most // 2], redact(text[-2 * most :])[-most // 2 :]  # no half of a secret
+    return f"\n… {len(text):,} characters …\n".join(ends)
+
+
 def redact_all(value: Any) -> Any:
     """Return JSON containers with every string redacted, except for keys."""
     secrets = _secrets_pattern()
@@ -95,6 +104,8 @@ def redact_all(value: Any) -> Any:
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return JSON containers with every value in them changed, except for keys."""
+    if isinstance(value, _LEAVES):  # most are, and looking for a Mapping takes long
+        return change(value)
     if isinstance(value, Mapping):
         return {key: map_leaves(item, change) for key, item in value.items()}
     return [map_leaves(item, change) for item in value] if isinstance(value, list | tuple) else change(value)

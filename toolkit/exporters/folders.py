@@ -187,9 +187,9 @@ def atomic_dir(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     old = final.with_name(f".{final.name}.old")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        if replace:  # the run owns everything in its folder
+        if replace:  # of a killed run
             _restore_old(old, final)
-            for unfinished in final.parent.glob(f".{final.name}.*.partial"):
+            for unfinished in final.parent.glob(f".{final.name}.{'[0-9a-f]' * 16}.partial"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
         draft.mkdir()

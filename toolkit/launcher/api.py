@@ -21,6 +21,7 @@ from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, StrategyError, nearest
 from toolkit.core.process_lifecycle import SAFE_PATH
+from toolkit.core.redaction import shorten
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import resolve
 from toolkit.forecasting import Candidate
@@ -306,6 +307,6 @@ def _row(run: Run) -> dict[str, Any]:
         return {
             "folder": str(run.folder),
             "status": "unreadable",
-            "message": str(error) or type(error).__name__,
+            "message": shorten(str(error) or type(error).__name__, 1_000),
             **plain,
         }

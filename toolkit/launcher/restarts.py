@@ -106,6 +106,6 @@ def _report(folder: Folder, text: str) -> None:
     newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     origin = f"from {newest}" if newest else "from step 0, since there is no checkpoint yet"
     print(f"toolkit: {text}, {origin}.", file=sys.stderr, flush=True)
-    for log in folder.logs.glob("rank-*.log"):
+    for log in folder.rank_files("log"):
         with log.open("a") as file:
             file.write(f"\n--- {text.splitlines()[-1]}, {origin} ---\n")

@@ -20,7 +20,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import open_regular, read_events
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError
-from toolkit.core.redaction import redact
+from toolkit.core.redaction import redact, shorten
 from toolkit.launcher.processes import supervises
 from toolkit.reports import Report, report
 from toolkit.run_folder.folder import run_paths
@@ -97,7 +97,11 @@ class Run(Result):
         else:
             status = "stopped" if code in STOPPED else "failed"
             message = self._last_message() or (f"{status} before it had begun" if code is not None else "")
-        return status, dataclasses.replace(progress, left_seconds=None), "" if status == "finished" else message
+        return (
+            status,
+            dataclasses.replace(progress, left_seconds=None),
+            "" if status == "finished" else shorten(message),
+        )
 
     @property
     def _is_new(self) -> bool:
@@ -123,7 +127,7 @@ class Run(Result):
         with self._reading:
             text = _end_of(self._supervisor_output)
         _, separator, last = ("\n" + text).rpartition("\ntoolkit: ")
-        return redact(last.strip() if separator else text.strip()[-2000:])
+        return shorten(last.strip() if separator else text.strip()[-2000:])
 
     @property
     def strategy(self) -> Strategy:

@@ -165,7 +165,7 @@ class _Attempt:
         now = time.monotonic()
         if self._failed_at is None:
             silent = self.watch is not None and self.watch.lost()
-            if silent or any(self.folder.logs.glob("rank-*.error.json")):
+            if silent or self.folder.rank_files("error.json"):
                 self._failed_at = now
         elif now >= self._failed_at + 2 * FAILED_SECONDS:
             self.launcher.kill()
@@ -184,8 +184,7 @@ def _clear(folder: Folder, config: Mapping[str, Any]) -> None:
     import yaml
 
     folder.logs.mkdir(exist_ok=True)
-    ranks = [file for kind in ("error.json", "beat") for file in folder.logs.glob(f"rank-*.{kind}")]
-    for old in (*ranks, folder.exits, folder.end):
+    for old in (*folder.rank_files("error.json"), *folder.rank_files("beat"), folder.exits, folder.end):
         old.unlink(missing_ok=True)
     write_or_explain(folder.config, yaml.safe_dump(dict(config), sort_keys=False).encode())
 

@@ -18,7 +18,7 @@ from toolkit.core.atomic_io import expand_user, open_regular, read_events, write
 from toolkit.core.charts import figure
 from toolkit.core.display import Result, Table, markup, render
 from toolkit.core.errors import RunError, StrategyError
-from toolkit.core.redaction import redact, redact_all, visible
+from toolkit.core.redaction import redact, redact_all, shorten, visible
 from toolkit.reports.sections import Section, figures, sections_of
 from toolkit.reports.tables import step_seconds, throughput
 from toolkit.run_folder.folder import Folder, refuse_links, run_paths
@@ -159,17 +159,17 @@ def report(path: str | Path) -> Report:
     """
     folder = run_paths(path)
     about = redact_all(read_run_json(folder.path))
-    events = redact_all(read_events(folder.events))
+    events = read_events(folder.events)  # redacted as they were written, and in every view
     status, words = read_outcome(folder, about)
     result = Report(
         path=folder.path,
         about=about,
         steps=tuple(event for event in events if "loss" in event),
         evaluations=tuple(event for event in events if "eval_loss" in event),
-        checkpoints=tuple(redact_all(read_events(folder.published))),
+        checkpoints=tuple(read_events(folder.published)),
         memory=read_memory(folder, about) or {},
         status=status,
-        words=redact(words),
+        words=shorten(words),
         then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
     )
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import SECTIONS
 from toolkit.core.charts import curve
 from toolkit.core.display import Table
-from toolkit.core.redaction import MARK
+from toolkit.core.redaction import MARK, shorten
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.exporters import logits_text
 from toolkit.reports.tables import (
@@ -21,7 +21,7 @@ from toolkit.reports.tables import (
     by_time,
     pace,
     ratio,
-    sample_table,
+    sample,
     spell_bytes,
     spell_number,
     step_seconds,
@@ -37,6 +37,9 @@ OUTCOMES = (
     "micro_batch", "accumulation", "seq_len", "optimizer", "lr", "steps", "seed",
 )  # fmt: skip
 """Fields that are always shown; others appear if they differ from their defaults."""
+
+ROWS, COLUMNS, CELL = 200, 12, 1_000
+"""The most rows of a table, figures of `tk.log` in it, and characters of a cell."""
 
 STATES = ("trainable", "frozen", "master", "optimizer")
 
@@ -79,7 +82,20 @@ def sections_of(run: Report) -> list[Section]:
         sections.append(_export(run.about["export"]))
     if run.about.get("attempts"):
         sections.append(_attempts(run.about["attempts"]))
-    return [*sections, _machine(run)]
+    sections.append(_machine(run))
+    return [
+        replace(part, words=shorten(part.words), code=shorten(part.code), tables=[*map(_bounded, part.tables)])
+        for part in sections
+    ]
+
+
+def _bounded(table: Table) -> Table:
+    """Return a table of at most `ROWS` rows, with short cells: a folder may have been written by anybody."""
+    rows = [*table.rows]
+    notes = [f"{ROWS} of {len(rows):,} rows are shown."] if len(rows) > ROWS else []
+    lines = ([shorten(str(cell), CELL) for cell in line] for line in (table.columns, table.notes[:ROWS], *rows[:ROWS]))
+    columns, own, *cells = lines
+    return replace(table, columns=columns, rows=cells, notes=[*own, *notes])
 
 
 def figures(run: Report) -> list[tuple[str, str]]:
@@ -217,12 +233,13 @@ def _training(run: Report) -> Section:
     if run.evaluations:
         lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]
     loss = curve(lines, title="Loss", x="step", y="loss")
-    tables = [dataclasses.replace(_steps(run), picture=loss)]
+    tables = [replace(_steps(run), picture=loss)]
     if rates := [(event["step"], rate) for event in steps if (rate := pace(event)) is not None]:
         tables.append(_throughput(run, rates))
     if run.evaluations:
-        evaluations = [(f"{event['step']:,}", spell_number(event["eval_loss"])) for event in run.evaluations]
-        tables.append(sample_table("Evaluation losses", ("step", "loss"), evaluations, "events.jsonl"))
+        evaluations, notes = sample(run.evaluations, "events.jsonl")
+        rows = [(f"{event['step']:,}", spell_number(event["eval_loss"])) for event in evaluations]
+        tables.append(Table(title="Evaluation losses", columns=("step", "loss"), rows=rows, notes=notes))
     skipped = sum(bool(event.get("skipped")) for event in steps)
     words = f"In {skipped} step(s) fp16 overflowed, and they were skipped." if skipped else ""
     return Section(title=title, words=words, tables=tables)
@@ -232,19 +249,19 @@ def _steps(run: Report) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
-    spellings |= {name: (name, "{:.4g}".format) for name in last if name not in KNOWN}
+    spellings |= {name: (name, "{:.4g}".format) for name in [name for name in last if name not in KNOWN][:COLUMNS]}
 
     def cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
         if name not in event:
             return "–"
         return spell_number(None) if event[name] is None else spell(event[name])
 
-    rows = []
-    for event in run.steps:
+    rows, (lines, notes) = [], sample(run.steps, "events.jsonl")
+    for event in lines:
         cells, rate = [cell(event, name, spell) for name, (_, spell) in spellings.items()], pace(event)
         rows.append((f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"))
     columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
-    return sample_table("Steps", columns, rows, "events.jsonl")
+    return Table(title="Steps", columns=columns, rows=rows, notes=notes)
 
 
 def _throughput(run: Report, rates: Sequence[tuple[float, float]]) -> Table:
@@ -269,12 +286,12 @@ def _checkpoints(run: Report) -> Section:
     stalled, trained = sum(line["stall_seconds"] for line in saved), sum(event["seconds"] for event in run.steps)
     words = f"{len(saved):,} published. The training waited {format_seconds(stalled)} for them in all"
     words += f", {stalled / trained:.1%} of the time in steps." if trained else "."
-    rows = []
-    for line in saved:
+    rows, (lines, notes) = [], sample(saved, "checkpoints.jsonl")
+    for line in lines:
         times = (format_seconds(line[name]) for name in ("stall_seconds", "write_seconds"))
         rows.append((f"{line['step']:,}", format_bytes(line["bytes"]), *times))
     columns = ("step", "bytes", "training waited", "written in")
-    return Section(title=title, words=words, tables=[sample_table(title, columns, rows, "checkpoints.jsonl")])
+    return Section(title=title, words=words, tables=[Table(title=title, columns=columns, rows=rows, notes=notes)])
 
 
 def _export(export: Mapping[str, Any]) -> Section:
@@ -284,12 +301,12 @@ def _export(export: Mapping[str, Any]) -> Section:
 
 
 def _attempts(attempts: Sequence[Mapping[str, Any]]) -> Section:
-    rows = []
-    for number, attempt in enumerate(attempts, start=1):
+    rows, (lines, notes) = [], sample([*enumerate(attempts, start=1)], "run.json")
+    for number, attempt in lines:
         sharding, ranks, start = attempt["strategy"]["sharding"], attempt["ranks"], attempt.get("from_step", 0)
         rows.append((str(number), attempt["started"], sharding, str(ranks), f"{start:,}"))
     columns = ("attempt", "started", "sharding", "ranks", "from step")
-    return Section(title="Attempts", tables=[sample_table("Attempts", columns, rows, "run.json")])
+    return Section(title="Attempts", tables=[Table(title="Attempts", columns=columns, rows=rows, notes=notes)])
 
 
 def _machine(run: Report) -> Section:

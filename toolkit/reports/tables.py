@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Table
@@ -19,17 +19,18 @@ WARM = 5
 
 INDENT = "\N{NO-BREAK SPACE}" * 2
 
+Line = TypeVar("Line")
+
 Row = tuple[str, float | None, float | None]
 """A name, its forecast and its measurement."""
 
 
-def sample_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: str) -> Table:
-    """Return a table of a file's lines: at most `ROWS`, evenly spaced, with the first and the last."""
-    if len(rows) <= ROWS:
-        return Table(title=title, columns=columns, rows=rows)
-    places = [round(place * (len(rows) - 1) / (ROWS - 1)) for place in range(ROWS)]
-    notes = [f"{ROWS} of {len(rows):,}; all are in {file}."]
-    return Table(title=title, columns=columns, rows=[rows[place] for place in places], notes=notes)
+def sample(lines: Sequence[Line], file: str) -> tuple[Sequence[Line], list[str]]:
+    """Return at most `ROWS` of a file's lines, evenly spaced, with the first and the last; and a note on the others."""
+    if len(lines) <= ROWS:
+        return lines, []
+    places = [round(place * (len(lines) - 1) / (ROWS - 1)) for place in range(ROWS)]
+    return [lines[place] for place in places], [f"{ROWS} of {len(lines):,}; all are in {file}."]
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:

@@ -29,12 +29,13 @@ CLAIM = "TOOLKIT_RUN_CLAIM"
 SPARE = 8192
 """Bytes that each rank reserves for its error file."""
 
-LOGS = re.compile(
-    r"rank-\d+\.(log|beat|error\.json)|\.rank-\d+\.spare|(launcher|supervisor)\.log|(failures|end)\.json|function\.pkl"
+_WHOLE = r"run\.json|accelerate\.yaml|logs/(rank-\d+\.error|failures|end)\.json"
+_OURS = re.compile(
+    rf"lock|{_WHOLE}|logs/(rank-\d+\.(log|beat)|\.rank-\d+\.spare|(launcher|supervisor)\.log|function\.pkl)"
 )
-"""Files that a run writes into `logs`; other files there are the user's."""
+"""Files that a run writes before it begins, beside its signed lock; other files are the user's."""
 
-_DRAFT = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
+_DRAFT = re.compile(rf"(logs/)?\.(.+)\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
 
 LONGEST = 200
 """Bytes of a run's name: files in its folder have longer ones."""
@@ -103,6 +104,10 @@ class Folder:
         """Return the file with the exception that ended a rank."""
         return self.logs / f"rank-{rank}.error.json"
 
+    def rank_files(self, kind: str) -> list[Path]:
+        """Return the files of ranks in `logs`: of the kind `log`, `beat` or `error.json`."""
+        return [path for path in self.logs.glob(f"rank-*.{kind}") if _OURS.fullmatch(f"logs/{path.name}")]
+
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to `events.jsonl`."""
         append_line(self.events, event)
@@ -137,7 +142,7 @@ class Folder:
         """Rank → the exception that ended it, from `record_error`, the earliest first: by a monotonic clock on one host."""
         kinds = {"type": str, "message": str, "time": int | float, "tick": int | float, "host": str}
         errors: dict[int, dict[str, Any]] = {}
-        for path in self.logs.glob("rank-*.error.json"):
+        for path in self.rank_files("error.json"):
             with contextlib.suppress(OSError, ValueError):  # an unreadable file is ignored
                 error = read_json(path)
                 check_fields(error, kinds)
@@ -319,17 +324,20 @@ def refuse_old(path: Path) -> None:
 
 
 def foreign_files(path: Path) -> set[str]:
-    """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone."""
-    ours, logs = {"run.json"}, path / "logs"
-    if is_lock(path / "lock"):
-        ours |= {"lock", "accelerate.yaml"}  # a run of ours writes it behind its lock
-    if logs.is_dir():
-        ours.add("logs")
-    names = {entry.name for entry in path.iterdir()} - ours
-    for entry in logs.iterdir() if logs.is_dir() else ():
-        if entry.is_dir() or not LOGS.fullmatch(entry.name):
-            names.add(f"logs/{entry.name}")
-    return {name for name in names if not _DRAFT.fullmatch(Path(name).name)}  # of a process that was killed
+    """Return files in a folder that no run of ours writes before it begins: a new run leaves them alone.
+
+    Without a signed lock, that is every file but an empty lock, which a run leaves that was killed as it came.
+    """
+    lock, logs = path / "lock", path / "logs"
+    signed, foreign = is_lock(lock), set()
+    for entry in (*path.iterdir(), *(logs.iterdir() if logs.is_dir() else ())):
+        name = entry.relative_to(path).as_posix()
+        draft = _DRAFT.fullmatch(name)  # of a process that was killed
+        written = re.fullmatch(_WHOLE, f"{draft[1] or ''}{draft[2]}") if draft else _OURS.fullmatch(name)
+        ours = written and (signed or (entry == lock and not lock.lstat().st_size))
+        if not (entry == logs if entry.is_dir() else ours):
+            foreign.add(name)
+    return foreign
 
 
 def refuse_links(path: Path) -> None:

@@ -136,11 +136,9 @@ def _lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def is_lock(path: Path) -> bool:
-    """Return whether a file is a lock of ours: empty, or starting with the name of a run."""
+    """Return whether a file is a signed lock of ours: it starts with the name of a run."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        data = file.read(_LONGEST)
-        named = not data or next(_lines(data.splitlines()[0]), {}).keys() == {"token"}
-        return named and not path.is_symlink()
+        return next(_lines(file.readline(_LONGEST)), {}).keys() == {"token"} and not path.is_symlink()
     return False
 
 

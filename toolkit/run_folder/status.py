@@ -23,6 +23,9 @@ from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
+SHOWN = 32
+"""Ranks that a view shows at most: those with the most memory."""
+
 RECENT = 20
 """Steps of which the median is the current speed."""
 
@@ -55,6 +58,11 @@ class Progress:
         """`bytes_are` for a reader who compares it with the forecast, which is of the allocator."""
         return "resident, Python included" if self.bytes_are == "resident" else self.bytes_are
 
+    @property
+    def fullest(self) -> list[tuple[int, int]]:
+        """Rank and bytes of the ranks that are shown."""
+        return sorted(sorted(enumerate(self.bytes_per_rank), key=lambda rank: -rank[1])[:SHOWN])
+
     def _figures(self) -> list[tuple[str, str]]:
         """Return the known figures, each with its label."""
         figures = [
@@ -74,12 +82,14 @@ class Progress:
 
     def table(self, title: str, note: str = "") -> Table:
         """Return all figures, one a row."""
-        sizes = [(f"rank {rank}, {self.memory_kind}", size) for rank, size in enumerate(self.bytes_per_rank)]
+        sizes = [(f"rank {rank}, {self.memory_kind}", size) for rank, size in self.fullest]
         sizes += [("forecast peak of a rank", self.forecast_bytes or 0), ("limit of a rank", self.limit_bytes or 0)]
         rows = [*self._figures(), *((label, format_bytes(size)) for label, size in sizes if size)]
         if self.stall_seconds is not None:
             rows.append(("waited for checkpoints", format_seconds(self.stall_seconds)))
-        return Table(title=title, columns=("figure", "value"), rows=rows, notes=(note,) if note else ())
+        hidden = len(self.bytes_per_rank) - SHOWN
+        more = f"{hidden:,} more ranks have less memory." if hidden > 0 else ""
+        return Table(title=title, columns=("figure", "value"), rows=rows, notes=[*filter(None, (more, note))])
 
 
 class Tail:
@@ -144,7 +154,7 @@ def read_progress(folder: Path) -> Progress:
         loss=last["loss"],
         tokens_per_second=median(speeds) if speeds else None,
         left_seconds=pace * max(0, total - int(last["step"])) if pace and total else None,
-        bytes_per_rank=bytes_per_rank,
+        bytes_per_rank=bytes_per_rank[: record.get("ranks")],
         bytes_are=bytes_are,
         forecast_bytes=_count(device, "peak_bytes"),
         limit_bytes=_count(device, "limit_bytes"),
@@ -182,7 +192,7 @@ def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
         return "running", "It is running. " + " ".join(
-            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)
+            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)[:SHOWN]
         )
     if (message := _supervisor_message(folder, about)) is not None:
         return message
@@ -201,7 +211,8 @@ def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, 
         end = read_json(folder.end)
         check_fields(end, {"how": str, "message": str, "attempt": int})
         # Not by times: a clock may be set back.
-        return (end["how"], end["message"]) if end["attempt"] == len(about.get("attempts", ())) else None
+        own = end["attempt"] == len(about.get("attempts", ())) and end["how"] in ("stopped", "failed")
+        return (end["how"], end["message"]) if own else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -263,10 +274,7 @@ def _memory(progress: Progress) -> str:
     """
     if not progress.bytes_per_rank:
         return ""
-    rows = [
-        Bar(label=f"rank {rank}", parts={progress.memory_kind: size})
-        for rank, size in enumerate(progress.bytes_per_rank)
-    ]
+    rows = [Bar(label=f"rank {rank}", parts={progress.memory_kind: size}) for rank, size in progress.fullest]
     if progress.forecast_bytes:
         rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
     return bars(

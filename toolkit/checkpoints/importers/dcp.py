@@ -73,10 +73,19 @@ def _read(folder: Path, key: str, stored: TensorStorageMetadata, places: _Places
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.overrides import TorchFunctionMode
+
+    class SameType(TorchFunctionMode):
+        """The reader would convert to the dtype in `.metadata`: fp32 to int8 is zeros."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.copy_ and args[0].dtype != args[1].dtype:
+                raise ValueError(f"it holds {args[1].dtype}, and .metadata names {args[0].dtype}")
+            return func(*args, **(kwargs or {}))
 
     places_of_key = {index: places[index] for index in (MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)}
     files = sorted({place.relative_path for place in places_of_key.values()})
-    with explain_refusals(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed():
+    with explain_refusals(f"{folder}: {key}, in {', '.join(files[:4])},"), only_listed(), SameType():
         target = torch.empty(stored.size, dtype=stored.properties.dtype)
         metadata = Metadata(state_dict_metadata={key: stored}, storage_data=places_of_key)
         reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
