@@ -150,12 +150,19 @@ def _check_folder(prepared: Prepared, folder: Path, planned: Mapping[str, SavedT
     """Check the bytes in a folder, and that transformers alone opens the trained model's names and shapes."""
     with _naming(folder):
         check_files(folder, planned)
-        try:
-            check_opened(prepared.accelerator.unwrap_model(prepared.model), folder)
-        except RunError:
-            raise
-        except Exception as problem:  # transformers raises exceptions of every type
-            prepared.accelerator.print(not_compared(problem, folder, opened=False))
+        for note in _opening_notes(prepared, folder):
+            prepared.accelerator.print(note)
+
+
+def _opening_notes(prepared: Prepared, folder: Path) -> tuple[str, ...]:
+    """Return a warning if transformers does not open the folder."""
+    try:
+        check_opened(prepared.accelerator.unwrap_model(prepared.model), folder)
+    except RunError:
+        raise
+    except Exception as problem:  # transformers raises exceptions of every type
+        return (not_compared(problem, folder, opened=False),)
+    return ()
 
 
 @contextlib.contextmanager
@@ -235,8 +242,7 @@ def _compare(
     assert spec is not None
     place = _device_for_check(job, spec, prepared.accelerator.device)
     if place is None:
-        check_opened(prepared.accelerator.unwrap_model(prepared.model), folder)
-        return None, (NO_ROOM,)
+        return None, (*_opening_notes(prepared, folder), NO_ROOM)
     if place.type == "cpu" and job.strategy.attention not in ("sdpa", "eager"):
         job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
     is_open = False
