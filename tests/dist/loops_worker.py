@@ -154,6 +154,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         if sharding in SCRIPTED:
             found["scripts"] = scripts(folder, count, sharding)
             found["own"] = own(folder, sharding, count)
+            found["tied"] = {name: tied(folder, sharding, count, name) for name in TIES}
         if sharding in ("none", "ddp"):
             found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
         if sharding == "fsdp":
@@ -380,6 +381,83 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
     kept = [name for name in accelerator.unwrap_model(model).state_dict() if name.endswith("shift")]
     accelerator.end_training()
     return {"figures": figures, "said": said, "kept": kept}
+
+
+def head(model: Any) -> Any:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def layer(model: Any) -> Any:
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
+def across_layers(model: Any) -> Any:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    return model
+
+
+def across_groups(model: Any) -> Any:
+    model.model.layers[1].input_layernorm.weight = model.model.norm.weight
+    return model
+
+
+def copies(model: Any, **words: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    saved = ["embed_tokens", "lm_head"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved, **words))
+
+
+def tied_copies(model: Any) -> Any:
+    return copies(model, ensure_weight_tying=True)
+
+
+TIES = {function.__name__: function for function in (head, layer, across_layers, across_groups, copies, tied_copies)}
+
+
+def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
+    """Two steps of a model with a weight under several names, and the error of what transformers opens; or a refusal."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    import toolkit as tk
+    from toolkit.models.hf_loading import without_engine
+
+    base, out = Path(folder), Path(folder).parent / f"saved-{sharding}-{name}"
+    base = base.with_name("tied") if "copies" in name else base
+    accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=BATCH // count))
+    torch.manual_seed(0)
+    model = TIES[name](AutoModelForCausalLM.from_pretrained(base)).train()
+    names = set(dict(model.named_parameters(remove_duplicate=False)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    except tk.StrategyError as error:
+        accelerator.end_training()
+        return {"refused": str(error)}
+    ids = rows()[accelerator.process_index * BATCH // count :][: BATCH // count].to(accelerator.device)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss.detach()))
+    tk.save(tk.prepared(accelerator, (model, optimizer)), None, out)
+    probe = {"input_ids": rows()[:1], "use_cache": False}
+    with torch.no_grad():
+        trained = model(**probe).logits
+        if accelerator.is_main_process:
+            with without_engine():
+                opened = AutoModelForCausalLM.from_pretrained(base if "copies" in name else out)
+                opened = PeftModel.from_pretrained(opened, out) if "copies" in name else opened
+            error = float((opened(**probe).logits - trained).norm() / trained.norm())
+            assert names == set(dict(opened.named_parameters(remove_duplicate=False)))
+    accelerator.end_training()
+    return {"losses": losses, "error": error if accelerator.is_main_process else None}
 
 
 def mean(loss: Any) -> float:

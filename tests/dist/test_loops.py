@@ -21,6 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     root = tmp_path_factory.mktemp("loops")
     groups = [(count, [{"sharding": word} for word in SHARDINGS if RANKS.get(word, 2) == count]) for count in (1, 2, 4)]
     tiny.bert(root / "bert")
+    tiny.llama(root / "tied", tie_word_embeddings=True)
     gave = tiny.run_groups("loops_worker.py", groups, tiny.llama(root / "llama"), root)
     return {result["cell"]["sharding"]: result for results in gave for result in results}
 
@@ -132,6 +133,25 @@ def test_parameters_without_a_gradient_train_as_in_one_process_or_are_named(foun
         never = cases[sharding]["never"]
         assert never["refuse"] == pytest.approx(cases["none"]["never"]["refuse"], rel=1e-5), sharding
         assert never["said"] == ["gradients: 2 trained parameters get none, the first is second.bias"], sharding
+
+
+def test_a_weight_under_several_names_is_trained_as_one_and_saved_under_each(found: dict[str, dict[str, Any]]) -> None:
+    """Ties made by hand, a layer used twice, and an adapter's copies: as in one process, or refused before the first step."""
+    reference = found["none"]["tied"]
+    for sharding in ("none", "ddp", "zero2", "zero3", "fsdp"):
+        for name, result in found[sharding]["tied"].items():
+            where = f"{sharding}, {name}"
+            if name == "copies":
+                assert (
+                    "modules_to_save makes base_model.model.lm_head.modules_to_save.default.weight" in result["refused"]
+                )
+                assert "LoraConfig(ensure_weight_tying=True)" in result["refused"], where
+            elif sharding == "fsdp" and name.startswith("across"):
+                assert "are one weight, and FSDP gathers the modules around them apart" in result["refused"], where
+                assert "model.layers.1." in result["refused"], where
+            else:
+                assert result["losses"] == pytest.approx(reference[name]["losses"], rel=1e-5), where
+                assert result["error"] < 1e-5, where
 
 
 def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from ranks import build
+from transformers import AutoModelForCausalLM
 
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, RunError
@@ -21,6 +22,8 @@ from toolkit.exporters import Export, from_engine, save, try_save, verify
 from toolkit.exporters.verification import fits, read_base, reopen
 from toolkit.models import describe
 from toolkit.training.metrics import evaluate
+from toolkit.training.preparation import prepared
+from toolkit.training.setup import accelerator
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -94,6 +97,39 @@ def test_saving_is_tried_before_the_first_step(
         with pytest.raises(RunError, match=said):
             try_save(ours, words, place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+
+
+def of_ones_own(model: Any) -> Prepared:
+    """A model that the toolkit did not read, prepared without its spec."""
+    ours = accelerator({"sharding": "none", "precision": "fp32"})
+    return prepared(ours, ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3)))
+
+
+def test_the_users_module_decides_what_is_tied(tmp_path: Path) -> None:
+    """An untied head where the config ties it. A layer with a buffer, used twice."""
+    model = AutoModelForCausalLM.from_pretrained(tiny.llama(tmp_path / "tied", tie_word_embeddings=True))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() / 2)
+    save(of_ones_own(model), None, tmp_path / "out")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not opened.config.tie_word_embeddings
+    assert torch.equal(opened.lm_head.weight, opened.model.embed_tokens.weight / 2)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.gemma4(tmp_path / "gemma4"))
+    model.model.layers[1] = model.model.layers[0]
+    planned = save(of_ones_own(model), None, tmp_path / "out")
+    assert {name.replace("layers.1", "layers.0") for name in planned if "layers.1." in name} == {
+        name for name in planned if "layers.0." in name
+    }
+    assert "lm_head.weight" not in planned, "its config ties it"
+
+
+def test_a_saved_folder_that_opens_as_another_model_is_an_error(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.score = torch.nn.Linear(4, 4)
+    said = r"differs from the trained model: unexpected keys: score\..*Do not use it"
+    with pytest.raises(RunError, match=said):
+        save(of_ones_own(model), None, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists(), "its bytes are the trained ones"
 
 
 def checked(ours: Prepared, folder: Path, planned: Any) -> Export:

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.models.hf_loading import first_names
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
@@ -60,6 +62,28 @@ def patched(owner: Any, **replacements: Any) -> Iterator[None]:
     finally:
         for name, value in upstream.items():
             setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def ties_kept(model: Any) -> Iterator[None]:
+    """Tie what the model itself ties, by identity, wherever Accelerate ties what its config ties.
+
+    Under FSDP every name gets a tensor of its own when a model moves to the meta device and when it is filled. Accelerate
+    calls `tie_weights` after both. It knows neither ties made by hand nor those of PEFT's copies.
+    """
+    names = first_names(model)
+
+    def tie(*_: Any, **__: Any) -> None:
+        for name, first in names.items():
+            (owner, leaf), (source, tensor) = (path.rpartition(".")[::2] for path in (name, first))
+            if name != first:
+                setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), tensor))
+
+    model.tie_weights = tie
+    try:
+        yield
+    finally:
+        del model.tie_weights
 
 
 def masks_known_from(batch: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,29 +36,41 @@ from toolkit.exporters.results import (
     rows_of,
 )
 from toolkit.exporters.state_dict import EngineWeights, full_state, is_adapter
-from toolkit.exporters.verification import check_attention, check_files, relative_error, reopen
+from toolkit.exporters.verification import check_attention, check_files, check_opened, relative_error, reopen
 from toolkit.models import ModelSpec
 from toolkit.models.files import first_line
-from toolkit.models.hf_loading import quiet_bars
+from toolkit.models.hf_loading import config_ties, first_names, quiet_bars
 from toolkit.models.varlen import BOUNDS, document_bounds
 
 if TYPE_CHECKING:
     import torch
 
 
-def save(prepared: Prepared, tokenizer: Any, folder: Path) -> dict[str, SavedTensor]:
+def save(prepared: Prepared, tokenizer: Any, folder: Path, *, check: bool = True) -> dict[str, SavedTensor]:
     """Write the trained model (or the adapter alone) and the tokenizer in Hugging Face's format. A collective.
 
     Weights keep their training dtype: fp32 masters in float32. Rank 0 gathers and writes one tensor at a time. No rank holds
-    more than its shards and the largest tensor. The files replace an existing `folder` once they are complete.
+    more than its shards and the largest tensor. The files replace an existing `folder` once they are complete. A tied weight
+    is written once where the config ties it, and under each of its names where it does not.
+
+    Args:
+        prepared: the trained model.
+        tokenizer: written too, unless it is None.
+        folder: where to write.
+        check: read the files again, and open the folder with transformers alone. `verify` does it, too.
 
     Returns:
         On rank 0 the fingerprints of all tensors in the files, for `verify`; nothing on other ranks.
+
+    Raises:
+        RunError: for files with other bytes than the trained model's, and where transformers opens another model.
     """
     engine, written = EngineWeights(prepared), dict[str, SavedTensor]()
     with contextlib.closing(_write(prepared, engine.weights, tokenizer, folder, written)) as steps:
         while (names := on_main(prepared.accelerator, lambda: next(steps, None))) is not None:
             engine.gather(names)
+    if check:
+        on_main(prepared.accelerator, lambda: _check_folder(prepared, folder, written))
     return written
 
 
@@ -122,11 +134,45 @@ def _planned_files(prepared: Prepared, weights: Weights) -> ModelFiles:
     config = copy.deepcopy(module.config)
     # Training switches the cache off; generation needs the checkpoint's own setting.
     config.use_cache = config.get_text_config().use_cache = spec.config.get("use_cache", True) if spec else True
+    ties, first = config_ties(module), first_names(module)
+    if any(first.get(name) != first.get(other) for name, other in ties.items()):  # the user's module is the truth
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        ties = {}
     if spec is None:
-        return ModelFiles(module, weights.entries, config=config)
+        entries = {name: entry for name, entry in weights.entries.items() if first[name] == name or name not in ties}
+        return ModelFiles(module, entries, config=config)
     model = skeleton(spec, config, module.generation_config)
     model._weight_conversions = getattr(module, "_weight_conversions", None)
     return ModelFiles(model, full_state(weights, model, spec, LOADED))
+
+
+def _check_folder(prepared: Prepared, folder: Path, planned: Mapping[str, SavedTensor]) -> None:
+    """Check the bytes in a folder, and that transformers alone opens the trained model's names and shapes."""
+    with _naming(folder):
+        check_files(folder, planned)
+        for note in _opening_notes(prepared, folder):
+            prepared.accelerator.print(note)
+
+
+def _opening_notes(prepared: Prepared, folder: Path) -> tuple[str, ...]:
+    """Return a warning if transformers does not open the folder."""
+    try:
+        check_opened(prepared.accelerator.unwrap_model(prepared.model), folder)
+    except RunError:
+        raise
+    except Exception as problem:  # transformers raises exceptions of every type
+        return (not_compared(problem, folder, opened=False),)
+    return ()
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except RunError as wrong:
+        raise RunError(
+            f"the saved model in {folder} differs from the trained model: {wrong}. Do not use it."
+        ) from wrong
 
 
 def verify(
@@ -170,13 +216,9 @@ def verify(
     def check() -> None:
         job, adapter = prepared.job, prepared.job.strategy.adapter
         assert job.spec is not None
-        try:
+        with _naming(folder):
             check_files(folder, planned)
             error, notes = _compare(prepared, folder, probe, trained)
-        except RunError as wrong:
-            raise RunError(
-                f"the saved model in {folder} differs from the trained model: {wrong}. Do not use it."
-            ) from wrong
         checked = Checked(what="model" if adapter == "none" else "adapter", tensors=planned, error=error, notes=notes)
         settings = dataclasses.asdict(job.strategy), dataclasses.asdict(job.train_config)
         rows = {**rows_of(*settings, job.parallelism, job.train_config.steps), **(about or {})}
@@ -200,7 +242,7 @@ def _compare(
     assert spec is not None
     place = _device_for_check(job, spec, prepared.accelerator.device)
     if place is None:
-        return None, (NO_ROOM,)
+        return None, (*_opening_notes(prepared, folder), NO_ROOM)
     if place.type == "cpu" and job.strategy.attention not in ("sdpa", "eager"):
         job = dataclasses.replace(job, strategy=dataclasses.replace(job.strategy, attention=check_attention(spec)))
     is_open = False

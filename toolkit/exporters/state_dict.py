@@ -17,7 +17,7 @@ from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
 from toolkit.engines.states import SEND_CHUNK
 from toolkit.models import ModelSpec, require_weights
-from toolkit.models.hf_loading import disk_tensors, read_pretrained
+from toolkit.models.hf_loading import disk_tensors, first_names, read_pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,8 @@ def is_adapter(module: Any) -> bool:
 class EngineWeights:
     """Tensors of a running model by canonical name: masters where an engine keeps them, else parameters; and buffers.
 
-    Of an adapter these are the trained tensors, of a model from `load` all but frozen parts, of a user's own model all.
+    Of an adapter these are the trained tensors, of a model from `load` all but frozen parts, of a user's own model all. A tied
+    tensor is there under each of its names.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -44,7 +45,7 @@ class EngineWeights:
         accelerator, job = prepared.accelerator, prepared.job
         self._rank, self._device = accelerator.process_index, accelerator.device
         module = accelerator.unwrap_model(prepared.model)
-        parameters = dict(module.named_parameters())
+        parameters, first = dict(module.named_parameters(remove_duplicate=False)), first_names(module)
         self._mine: dict[tuple[str, str], list[Shard]] = {}
         for shard in engine_of(job.strategy).shards(prepared):
             self._mine.setdefault((shard.name, shard.kind), []).append(shard)
@@ -56,9 +57,9 @@ class EngineWeights:
             names = [name for name, parameter in parameters.items() if parameter.requires_grad]
         else:
             names = [name for name in parameters if job.spec is None or job.spec.trains(name)]
-        keys = {name: (name, MASTER if (name, MASTER) in facts else PARAMETER) for name in names}
+        keys = {name: (first[name], MASTER if (first[name], MASTER) in facts else PARAMETER) for name in names}
         if not is_adapter(module):
-            keys |= {name: (name, kind) for name, kind in facts if kind == BUFFER}
+            keys |= {name: (source, BUFFER) for name, source in first.items() if (source, BUFFER) in facts}
         # By tensor: its regions, each with the first rank that holds it and the place among that rank's shards.
         self._senders: dict[str, dict[Region, tuple[int, int]]] = {name: {} for name in keys}
         for name, key in keys.items():
@@ -140,14 +141,16 @@ def full_state(weights: Weights, model: PreTrainedModel, spec: ModelSpec, fix: s
     """
     base = _BaseWeights(spec, model)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    tied = {group[0]: group for group in spec.tied}
+    names, tied = first_names(model), dict[str, list[str]]()
+    for name, first in names.items():
+        tied.setdefault(first, []).append(name)
     # Unknown buffers, say of a script, are left out.
     unknown = weights.entries.keys() - parameters.keys() - buffers.keys()
     faults = [f"{name} is unknown to it" for name in sorted(unknown) if weights.entries[name].trained]
     entries: dict[str, Entry] = {}
-    for name in [*(p.name for p in spec.parameters), *sorted(set(model.state_dict()) - set(parameters))]:
+    for name in [*dict(model.named_parameters()), *sorted(set(model.state_dict()) - set(parameters))]:
         meta = parameters[name] if name in parameters else buffers[name]
-        source = next((names for names in tied.get(name, (name,)) if names in weights.entries), None)
+        source = next((other for other in tied[names[name]] if other in weights.entries), None)
         if source is None and name in parameters and meta.requires_grad:
             faults.append(f"{name} is missing")
         elif source is None:

@@ -18,8 +18,16 @@ from toolkit.engines.base import kept_dtype
 from toolkit.engines.fused_experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
+from toolkit.exporters.state_dict import is_adapter
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, read_pretrained
+from toolkit.models.hf_loading import (
+    auto_class,
+    config_ties,
+    first_names,
+    quiet_bars,
+    read_pretrained,
+    without_engine,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -70,13 +78,36 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
     model, info = read_pretrained(
         spec, folder, dtype=getattr(torch, dtype), output_loading_info=True, attn_implementation=kernel
     )
+    _check_keys(info)
+    names = first_names(model)
+    for name, other in config_ties(model).items():
+        if names[name] != names[other]:
+            raise RunError(f"tied weights came untied: {other}, {name}")
+    return model.eval()
+
+
+def check_opened(module: Any, folder: Path) -> None:
+    """Check that transformers opens a folder with the names and shapes of the model's class. No weight is read.
+
+    Raises:
+        RunError: for missing and unknown keys, and for other shapes.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if is_adapter(module):
+        return
+    owner: Any = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+    with without_engine(), quiet_bars(shown=False):
+        _, info = owner.from_pretrained(
+            folder, device_map="meta", ignore_mismatched_sizes=True, use_safetensors=True, output_loading_info=True
+        )
+    _check_keys(info)
+
+
+def _check_keys(info: Mapping[str, Any]) -> None:
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             raise RunError(f"{what.replace('_', ' ')}: {', '.join(map(str, list(info[what])[:3]))}")
-    for group in spec.tied:
-        if len({id(model.get_parameter(name)) for name in group}) > 1:
-            raise RunError(f"tied weights came untied: {', '.join(group)}")
-    return model.eval()
 
 
 def read_base(job: Job, *, on_host: bool = False) -> Any:

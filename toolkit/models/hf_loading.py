@@ -81,6 +81,20 @@ def check_tied(spec: ModelSpec) -> None:
                 )
 
 
+def first_names(model: torch.nn.Module, *, buffers: bool = True) -> dict[str, str]:
+    """Return every name of a parameter or buffer → the first name of the same tensor. Engines know it by that one."""
+    others = model.named_buffers(remove_duplicate=False) if buffers else ()
+    first: dict[int, str] = {}
+    named = itertools.chain(model.named_parameters(remove_duplicate=False), others)
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def config_ties(model: Any) -> dict[str, str]:
+    """Return the names that a model's config ties → the name of the tensor that each takes."""
+    find = getattr(model, "get_expanded_tied_weights_keys", None)
+    return find(all_submodels=True) if find else {}
+
+
 def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Freeze the parameters that get no gradients: outside of the text part, and those that the class does not train."""
     for name, parameter in model.named_parameters():

@@ -26,6 +26,7 @@ from toolkit.training.given_weights import GivenWeights
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
+    check_copies,
     check_divisible,
     check_pair,
     check_uniform,
@@ -184,6 +185,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         engine = engine_of(self.job.strategy)
         check_uniform(self.job, model)
         check_divisible(self.job, model)
+        check_copies(model)
         engine.before_prepare(self.job, model)
         keep_packing(model)  # a user's own may be quantized, too
         if not engine.broadcasts_buffers:

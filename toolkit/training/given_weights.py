@@ -12,6 +12,7 @@ from toolkit.engines.deferred import is_deferred
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import MASTER, PARAMETER
+from toolkit.models.hf_loading import first_names
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,9 @@ class GivenWeights:
         """Look at a module. `hashed`: keep a hash of each parameter for `check`."""
         parameters: dict[str, Any] = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
-        whole = {name: each for name, each in parameters.items() if _is_whole(each)}
         """Shape of each trained parameter, by name."""
+        self._names = first_names(model, buffers=False)
+        whole = {name: each for name, each in parameters.items() if _is_whole(each)}
         least = BYTES_OF[job.compute_dtype]
         masters = engine_of(job.strategy).separate_masters and job.precision.mixed
         self.wide = {
@@ -48,13 +50,18 @@ class GivenWeights:
             self._hashes[name] = PARAMETER if narrow or not masters else MASTER, dtype, value_hash(each.detach(), dtype)
 
     def check(self, prepared: Prepared) -> None:
-        """Compare the engine's trained values with those that rank 0's module held. A collective.
+        """Compare ties with the module's, and the engine's trained values with those that rank 0's held. A collective.
 
         Raises:
-            StrategyMismatch: naming the parameters with other values.
+            StrategyMismatch: naming tied parameters that came untied, and the parameters with other values.
         """
         from accelerate.utils import broadcast_object_list, gather_object
 
+        names = first_names(prepared.accelerator.unwrap_model(prepared.model), buffers=False)
+        if untied := [f"{first}, {name}" for name, first in self._names.items() if names.get(name) != first]:
+            raise StrategyMismatch(
+                f"tied weights came untied: {untied[0]}. Nothing was trained. Check versions with `toolkit doctor`."
+            )
         hashes: dict[str, dict[Any, int]] = {}
         for shard in engine_of(prepared.job.strategy).shards(prepared) if self._hashes else ():
             kind, dtype, _ = self._hashes.get(shard.name, ("", "", 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import read_pretrained
+from toolkit.models.hf_loading import first_names, read_pretrained
 from toolkit.training.given_weights import GivenWeights
 from toolkit.training.streamed_weights import StreamedWeights
 
@@ -224,7 +223,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     )
     name, ranks = type(prepared.model).__name__, prepared.accelerator.num_processes
     result = Audit(engine=name, ranks=ranks, measured=state, expected=expected)
-    wrong = [*engine.check(prepared), *_untied_names(prepared)]
+    wrong = engine.check(prepared)
     if result.ranks != job.ranks:
         wrong.append(f"world size is {result.ranks}, expected {job.ranks}")
     if expected is not None:
@@ -262,22 +261,18 @@ def unlike_spec(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     return f"{counts} (the first difference: {min(actual ^ expected)[0]})" if actual != expected else None
 
 
-def _untied_names(prepared: Prepared) -> list[str]:
-    """Return tied names that no longer share one parameter."""
-    module: Any = prepared.accelerator.unwrap_model(prepared.model)
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    wrong = []
-    for group in prepared.job.spec.tied if prepared.job.spec is not None else ():
-        with contextlib.suppress(AttributeError):  # a user's own model has other names
-            parameters = set()
-            for name in group:
-                owner, _, leaf = name.rpartition(".")
-                holder = base.get_submodule(owner)
-                # An adapted module keeps its own weight in `base_layer`.
-                parameters.add(id(getattr(getattr(holder, "base_layer", holder), leaf)))
-            if len(parameters) > 1:
-                wrong.append(f"tied weights came untied: {', '.join(group)}")
-    return wrong
+def check_copies(model: torch.nn.Module) -> None:
+    """Check that PEFT's trained copies (`modules_to_save`) of a tied weight are one parameter, too."""
+    names = first_names(model, buffers=False)
+    used: dict[tuple[str, str], str] = {}
+    for adapter in getattr(model, "peft_config", ()):
+        for name, first in names.items():
+            copy = names.get(name.replace(".original_module.", f".modules_to_save.{adapter}."), first)
+            if (other := used.setdefault((adapter, first), copy)) != copy:
+                raise StrategyError(
+                    f"modules_to_save makes {copy} a parameter of its own, but the model ties its weight to {other}. "
+                    "Give LoraConfig(ensure_weight_tying=True), which trains and saves one tied copy."
+                )
 
 
 def check_uniform(job: Job, model: torch.nn.Module) -> None:

@@ -278,7 +278,7 @@ class RankRun:
         saved, export = {}, None
         if self.config.save:
             with self.window.saving():
-                saved = save(prepared, tokenizer, self.folder.export)
+                saved = save(prepared, tokenizer, self.folder.export, check=False)  # `verify` does
         self._write_memory(self._audit or audit(prepared))
         if self.config.save:
             rows = self.preflight.rows

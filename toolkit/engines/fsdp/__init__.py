@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
@@ -17,7 +17,8 @@ from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
 from toolkit.engines.states import can_stream, persistent_buffers
 from toolkit.engines.timeouts import handlers
-from toolkit.engines.upstream import patched, shard_with_fsdp
+from toolkit.engines.upstream import patched, shard_with_fsdp, ties_kept
+from toolkit.models.hf_loading import first_names
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -183,9 +184,20 @@ class FSDP(FSDPForecast):
         elif not job.strategy.quantized:
             defer(model.named_parameters(), lambda _, parameter: broadcast(parameter))
 
-    def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Give each parameter its shard: of the user's own values, of rank 0's, or of a weight that is still in the files."""
-        return filling(job, model)
+    @contextmanager
+    def preparing(self, job: Job, model: torch.nn.Module) -> Iterator[None]:
+        """Give each parameter its shard: of the user's own values, of rank 0's, or of a weight that is still in the files.
+
+        Raises:
+            StrategyError: for a weight of two groups.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        blocks: Any = job.settings["wrap"] or model._no_split_modules
+        _check_groups(model, lambda module: module if type(module).__name__ in blocks else None)
+        with ties_kept(model), filling(job, model):
+            yield
+        _check_groups(model, lambda module: module._get_fsdp_state() if isinstance(module, FSDPModule) else None)
 
     def check(self, prepared: Prepared) -> list[str]:
         """Check for FSDP2 modules with every parameter a DTensor over the requested mesh."""
@@ -252,6 +264,30 @@ def _groups(prepared: Prepared) -> list[str]:
             wrong.append(f"{name} has reshard_after_forward {group._reshard_after_forward}")
     missing = sorted(set(ours["wrap"]) - wrapped)
     return [*wrong, *(f"{name} is not sharded as a group of its own" for name in missing)][:3]
+
+
+def _check_groups(model: torch.nn.Module, group_of: Callable[[torch.nn.Module], Any]) -> None:
+    """Check that modules with one weight are gathered together: torch refuses others in the first forward.
+
+    Args:
+        model: before or after it is sharded.
+        group_of: returns the group that begins with a module, or None.
+
+    Raises:
+        StrategyError: for a weight of two groups.
+    """
+    groups = {name: group_of(module) for name, module in model.named_modules(remove_duplicate=False)}
+    places: dict[str, tuple[str, Any]] = {}
+    for name, first in first_names(model, buffers=False).items():
+        owner = name.rpartition(".")[0]
+        while owner and groups[owner] is None:
+            owner = owner.rpartition(".")[0]
+        other, group = places.setdefault(first, (name, groups[owner]))
+        if group is not groups[owner]:
+            raise StrategyError(
+                f"{other} and {name} are one weight, and FSDP gathers the modules around them apart. "
+                "Choose sharding 'zero3', or give each module a weight of its own."
+            )
 
 
 def _blocks(model: torch.nn.Module) -> list[str]:
