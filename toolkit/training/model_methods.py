@@ -1,4 +1,7 @@
-"""`save_pretrained`, `generate` and `state_dict` of a prepared model: whole and alike on every engine, or refused."""
+"""`save_pretrained`, `generate` and `state_dict` of a prepared model: whole and alike on every engine, or refused.
+
+DeepSpeed keeps a model after its Accelerator was dropped, so the methods hold the Accelerator weakly.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import inspect
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from toolkit.core.errors import StrategyError
 from toolkit.engines.states import holds_parts
@@ -73,27 +77,28 @@ def gather_in_methods(prepared: Prepared, sharded: dict[torch.nn.Module, Prepare
         if "generate" in methods:  # an adapter's does not call the root's `forward`
             register_fsdp_forward_method(module, "generate")
         for name, method in methods.items():
-            setattr(module, name, partial(method, getattr(module, name), prepared))
+            setattr(module, name, partial(method, getattr(module, name), module, ref(prepared.accelerator)))
         sharded[module] = prepared
     for name in methods:
         if not hasattr(model, name):
             setattr(model, name, getattr(module, name))
 
 
-def _save_pretrained(upstream: Any, prepared: Prepared, *args: Any, **options: Any) -> Any:
+def _save_pretrained(upstream: Any, module: Any, accelerator: Any, *args: Any, **options: Any) -> Any:
     """Gather the weights, unless they are given. Rank 0 writes: no other has them."""
     options = dict(zip(inspect.signature(upstream).parameters, args, strict=False)) | options
-    if options.get("state_dict") is None:
-        options["state_dict"] = whole_state_dict(prepared, "save_pretrained")
-    options["is_main_process"] = options.get("is_main_process", True) and prepared.accelerator.is_main_process
+    if (owner := accelerator()) is not None:
+        if options.get("state_dict") is None:
+            options["state_dict"] = whole_state_dict(owner.sharded[module], "save_pretrained")
+        options["is_main_process"] = options.get("is_main_process", True) and owner.is_main_process
     return upstream(**options)
 
 
-def _generate(upstream: Any, prepared: Prepared, *args: Any, **options: Any) -> Any:
+def _generate(upstream: Any, module: Any, accelerator: Any, *args: Any, **options: Any) -> Any:
     """Wait for all ranks first. They generate until the last of them has ended: each forward gathers the weights."""
-    advice = "Each holds a part of the weights. Generate on all of them, and print on one."
-    meet(prepared.accelerator, "generate", advice)
-    if options.get("synced_gpus") is None and hasattr(upstream.__self__, "generation_config"):
+    if (owner := accelerator()) is not None:
+        meet(owner, "generate", "Each holds a part of the weights. Generate on all of them, and print on one.")
+    if options.get("synced_gpus") is None and hasattr(module, "generation_config"):
         options["synced_gpus"] = True
     return upstream(*args, **options)
 
