@@ -157,6 +157,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             found["tied"] = {name: tied(folder, sharding, count, name) for name in TIES}
         if sharding in ("none", "ddp"):
             found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
+        if sharding in ("none", *SCRIPTED):
+            found["saving"] = {adapter: saving(folder, sharding, adapter) for adapter in ("none", "lora")}
+        if sharding == "ddp":
+            found["silent"] = {adapter: saving(folder, sharding, adapter, silent=True) for adapter in ("none", "lora")}
         if sharding == "fsdp":
             found["mismatch"] = mismatch(folder)
     finally:
@@ -381,6 +385,112 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
     kept = [name for name in accelerator.unwrap_model(model).state_dict() if name.endswith("shift")]
     accelerator.end_training()
     return {"figures": figures, "said": said, "kept": kept}
+
+
+def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> dict[str, Any]:
+    """Losses around `generate`, its tokens on rank 0 next to one process's, and how what a script saves differs from `tk.save`."""
+    import torch
+    from safetensors.torch import load_file
+
+    import toolkit as tk
+
+    place = Path(folder).parent / f"saved-{sharding}-{adapter}"
+    strategy = {"adapter": adapter, "activation_checkpointing": "full"}
+    accelerator = tk.accelerator(strategy, tk.TrainConfig(micro_batch=2), tk.describe(folder))
+    accelerator.print = lambda *_: None
+    model, tokenizer = tk.load(accelerator)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = tk.prepare(accelerator, model, optimizer)
+    prepared, module = tk.prepared(accelerator, (model, optimizer)), accelerator.unwrap_model(model)
+    ids, losses, found = rows()[: 4 * 4].view(4, 4, LENGTH), [], {}
+
+    def train(step: int) -> None:
+        here = slice(None) if accelerator.num_processes == 1 else slice(accelerator.process_index, None, 2)
+        loss = model(input_ids=ids[step, here], labels=ids[step, here]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss.detach()))
+
+    train(0)
+    if not silent:
+        tk.save(prepared, tokenizer, place)
+        prompt = ids[3, :1, : 5 + accelerator.process_index]  # the ranks end in different steps
+        greedy = {"attention_mask": torch.ones_like(prompt), "max_length": 12, "do_sample": False}
+        for name, owner in (("eval", module), ("train", module), ("wrapped", model)):
+            model.train(name != "eval")
+            found[name] = owner.generate(input_ids=prompt, **greedy)[0].tolist()
+        if accelerator.is_main_process:
+            whole_model = reopened(folder, place, adapter)
+            found["one process"] = whole_model.generate(input_ids=prompt, synced_gpus=False, **greedy)[0].tolist()
+        accelerator.wait_for_everyone()
+    for step in (1, 2):
+        train(step)
+    if silent:
+        accelerator.end_training()
+        return {"losses": losses}
+    tk.save(prepared, tokenizer, place)
+    accelerator.wait_for_everyone()
+    options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    ways: dict[str, Callable[[Path], Any]] = {
+        "state_dict": lambda folder: accelerator.save(module.state_dict(), folder / "w.pt"),
+        "save_pretrained": lambda folder: module.save_pretrained(folder),
+        "documented": lambda f: module.save_pretrained(f, state_dict=accelerator.get_state_dict(model), **options),
+        "save_model": lambda folder: accelerator.save_model(model, folder),
+    }
+    (whole,) = (load_file(path) for path in place.glob("*.safetensors"))
+    for name, save in ways.items():
+        folder_of_way = Path(f"{place}-{name}")
+        folder_of_way.mkdir(exist_ok=True)
+        try:
+            save(folder_of_way)
+        except tk.ToolkitError as error:
+            found[name] = str(error)
+            continue
+        accelerator.wait_for_everyone()
+        (path,) = (path for path in folder_of_way.iterdir() if path.suffix in (".safetensors", ".pt"))
+        read = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+        tensors = {name.replace(".default.", "."): tensor for name, tensor in read.items()}
+        wrong = [name for name, tensor in whole.items() if not torch.equal(tensor, tensors.get(name, torch.empty(0)))]
+        found[name] = f"{len(whole) - len(wrong)} of {len(whole)} tensors are right"
+    if sharding == "zero3":
+        found["alone"] = alone(accelerator, lambda: accelerator.get_state_dict(model))
+    accelerator.end_training()
+    return {**found, "losses": losses}
+
+
+def reopened(folder: str, place: Path, adapter: str) -> Any:
+    """The saved model in one process, by transformers and PEFT alone."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.models.hf_loading import without_engine
+
+    with without_engine():
+        model = AutoModelForCausalLM.from_pretrained(place if adapter == "none" else folder)
+        model = model if adapter == "none" else PeftModel.from_pretrained(model, place)
+    return model
+
+
+def alone(accelerator: Any, call: Callable[[], Any]) -> str:
+    """What a collective says on rank 0 when the other rank does not come."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    import toolkit as tk
+    from toolkit.engines.timeouts import limit_all
+
+    store, said = dist.distributed_c10d._get_default_store(), ""
+    if accelerator.is_main_process:
+        limit_all(timedelta(seconds=1))
+        try:
+            call()
+        except tk.ToolkitError as error:
+            said = str(error)
+        store.set("tests/alone", said)
+    store.wait(["tests/alone"])
+    return said
 
 
 def head(model: Any) -> Any:

@@ -165,3 +165,33 @@ def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, d
         assert result["resumed"] == pytest.approx(result["checkpoints"][4:], rel=1e-6), sharding
         if sharding != "ddp":
             assert "Write accelerator.no_sync(model)" in result["tokens as they are"]
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_generate_in_the_middle_of_training_is_that_of_one_process(
+    found: dict[str, dict[str, Any]], adapter: str
+) -> None:
+    """In train mode activation checkpointing would drop the KV cache. The losses are those of a loop without it."""
+    losses = found["ddp"]["silent"][adapter]["losses"]
+    for sharding in ("none", "ddp", "zero2", "zero3", "fsdp"):
+        result = found[sharding]["saving"][adapter]
+        for mode in ("eval", "train", "wrapped"):
+            assert result[mode] == result["one process"], (sharding, mode)
+        assert len(result["eval"]) == 12
+        assert result["losses"] == pytest.approx(losses, rel=1e-5), sharding
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_what_a_script_saves_is_whole_or_refused(found: dict[str, dict[str, Any]], adapter: str) -> None:
+    for sharding in ("none", "ddp", "zero2", "zero3", "fsdp"):
+        result = found[sharding]["saving"][adapter]
+        count = 21 if adapter == "none" else 28
+        for way in ("save_pretrained", "documented", "save_model", "state_dict"):
+            if way == "state_dict" and sharding in ("zero3", "fsdp"):
+                assert result[way].startswith("state_dict() holds parts of tensors"), sharding
+                assert "tk.save(" in result[way], sharding
+            else:
+                assert result[way] == f"{count} of {count} tensors are right", (sharding, way)
+    said = found["zero3"]["saving"][adapter]["alone"]
+    assert said.startswith("get_state_dict was called on 1 of 2 ranks, and no other came in 0.9 s.")
+    assert "Call it on every rank, as tk.save" in said

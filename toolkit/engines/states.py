@@ -310,6 +310,13 @@ def distributed_shards(
     yield from buffer_shards(model)
 
 
+def holds_parts(model: torch.nn.Module) -> bool:
+    """Return whether this rank holds parts of parameters: DTensors, or ZeRO-3's parameters that are not gathered now."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(item, DTensor) or item.numel() < getattr(item, "ds_numel", 0) for item in model.parameters())
+
+
 def measured_distributed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reduce: str = "") -> StateMemory:
     """Measure the local shards of DTensors, plain parameters whole, and the optimizer's state."""
     tensors = ((local_tensor(parameter), parameter.requires_grad) for parameter in model.parameters())

@@ -7,12 +7,13 @@ import itertools
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.core import errors
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import RunError, ToolkitError
 from toolkit.run_folder.heartbeat import EVERY, show_waiting
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ POLL = 0.1
 """Seconds between two looks at the store, at most."""
 
 _calls = itertools.count()
+_met: Counter[str] = Counter()
+"""Calls that all ranks have met in."""
 
 
 def pg_timeout(seconds: float) -> timedelta:
@@ -90,6 +93,33 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
         raise failed
     accelerator.wait_for_everyone()  # rank 0 may hold the store, and must not end before the others have read it
     return result  # type: ignore[no-any-return]
+
+
+def meet(accelerator: Accelerator, call: str, advice: str) -> None:
+    """Wait until every rank has come to this call. No rank is in a collective before all are there.
+
+    Raises:
+        RunError: on the ranks that came, a little before the process group's time limit ends the others.
+    """
+    import torch.distributed as dist
+
+    if accelerator.num_processes == 1:
+        return
+    store, key, ranks = (
+        dist.distributed_c10d._get_default_store(),
+        f"toolkit/{call}/{_met[call]}",
+        accelerator.num_processes,
+    )
+    limit, pause = 0.9 * limit_of(accelerator), 0.001
+    end = time.monotonic() + limit
+    store.add(key, 1)
+    while (came := store.add(key, 0)) < ranks:
+        if time.monotonic() > end:
+            store.add(key, -1)
+            raise RunError(f"{call} was called on {came} of {ranks} ranks, and no other came in {limit:g} s. {advice}")
+        time.sleep(pause)
+        pause = min(2 * pause, POLL)
+    _met[call] += 1
 
 
 def wait_for(store: Any, alive: str, done: str, limit: float) -> bytes:

@@ -16,6 +16,7 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
 from toolkit.engines.states import SEND_CHUNK
+from toolkit.engines.timeouts import meet
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.hf_loading import disk_tensors, first_names, read_pretrained
 
@@ -36,8 +37,8 @@ class EngineWeights:
     tensor is there under each of its names.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
-        """Exchange the regions of all ranks. A collective."""
+    def __init__(self, prepared: Prepared, *, frozen: bool = False) -> None:
+        """Exchange the regions of all ranks; with `frozen` those of untrained parameters, too. A collective."""
         import torch
         from accelerate.utils import gather_object
 
@@ -53,7 +54,9 @@ class EngineWeights:
         local_facts = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in self._mine.items()}
         ranks = gather_object([(regions, local_facts)])
         facts = {key: value for _, part in ranks for key, value in part.items()}
-        if is_adapter(module):
+        if frozen:
+            names = list(parameters)
+        elif is_adapter(module):
             names = [name for name, parameter in parameters.items() if parameter.requires_grad]
         else:
             names = [name for name in parameters if job.spec is None or job.spec.trains(name)]
@@ -121,6 +124,26 @@ class EngineWeights:
                 values = flat[start : start + length].to(self._device)
             dist.broadcast(values, owner)
             yield Shard(region.name, region.kind, tuple(shape), region.box, region.start + start, values)
+
+
+def whole_state_dict(prepared: Prepared, call: str) -> dict[str, torch.Tensor]:
+    """Return a prepared model's state dict with whole tensors on rank 0, and nothing on the others. A collective.
+
+    Raises:
+        RunError: where not every rank calls `call`, which needs it.
+    """
+    advice = "Each holds a part of the weights. Call it on every rank, as tk.save: rank 0 writes."
+    meet(prepared.accelerator, call, advice)
+    engine = EngineWeights(prepared, frozen=True)
+    engine.gather(list(engine.weights.entries))
+    module = prepared.accelerator.unwrap_model(prepared.model)
+    if not prepared.accelerator.is_main_process:
+        return {}
+    state: dict[str, torch.Tensor] = module.state_dict()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        state[name] = engine.weights.tensor(names[parameter])
+    return state
 
 
 NAME_MODEL = "Name the model that was trained with --model."

@@ -21,8 +21,10 @@ from toolkit.engines.gradients import check_gradients, watch_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import patched
+from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
 from toolkit.training.given_weights import GivenWeights
+from toolkit.training.model_methods import checkpoint_in_training_only, gather_in_methods, refuse_parts
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
@@ -77,6 +79,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Compare the prepared weights with the module's. The recipe prepares what it has just loaded."""
         self._given: WeakKeyDictionary[torch.nn.Module, GivenWeights] = WeakKeyDictionary()
         self._prepared: WeakSet[torch.nn.Module] = WeakSet()
+        self.sharded: dict[torch.nn.Module, Prepared] = {}
+        """Unwrapped models of which each rank holds parts."""
         self._norms: dict[int, torch.Tensor] = {}
         """Optimizer id → norm of its gradients before clipping; empty until they are clipped."""
         self._unscaled = False
@@ -151,7 +155,10 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             result = self._prepare_upstream(objects, models, optimizers, device_placement)
             self._prepared.update(models_and_optimizers(result)[0])
             prepared = self._completed_by(result)
+            for model in models_and_optimizers(result)[0]:
+                refuse_parts(self.unwrap_model(model))
             if prepared is not None:
+                gather_in_methods(prepared, self.sharded)
                 from_checkpoint = any(model in self.from_checkpoint for model in models)
                 given = self._given.pop(self.unwrap_model(prepared.model))
                 restore_masters(prepared, given, from_checkpoint=from_checkpoint)
@@ -166,6 +173,14 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
         return result
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return Accelerate's state dict; where each rank holds parts, rank 0 gets whole tensors, as `save` writes them.
+
+        A collective there. The other ranks get an empty dict.
+        """
+        prepared = self.sharded.get(self.unwrap_model(model))
+        return whole_state_dict(prepared, "get_state_dict") if prepared else super().get_state_dict(model, unwrap)
 
     def _check(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         """Refuse half a pair, and a second optimizer under DeepSpeed and under fp16, where only one can step."""
@@ -187,6 +202,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         check_divisible(self.job, model)
         check_copies(model)
         engine.before_prepare(self.job, model)
+        checkpoint_in_training_only(model)
         keep_packing(model)  # a user's own may be quantized, too
         if not engine.broadcasts_buffers:
             broadcast_buffers(model)

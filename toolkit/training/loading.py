@@ -39,6 +39,7 @@ from toolkit.models.hf_loading import (
     without_engine,
 )
 from toolkit.models.varlen import register_varlen
+from toolkit.training.model_methods import checkpoint_in_training_only
 from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         notes.append(_adapter_note(job, model))
     engine.before_prepare(job, model)
     accelerator.from_checkpoint.add(model)
+    checkpoint_in_training_only(model)
     model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
     engine.defer_values(job, model)  # last: the lines above use no values
     for note in notes:

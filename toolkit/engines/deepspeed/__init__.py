@@ -137,7 +137,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
             "offload_optimizer_device": "cpu" if offloaded else "none",
             "offload_param_device": "cpu" if strategy.offload == "cpu" else "none",
             "zero3_init_flag": stage_of(strategy) == 3,
-            "zero3_save_16bit_model": False,
+            "zero3_save_16bit_model": stage_of(strategy) == 3,
         }
         if nodes > 1:  # otherwise Accelerate starts one node alone, by pdsh
             config["deepspeed_multinode_launcher"] = "standard"
@@ -229,7 +229,7 @@ def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[st
         zero |= {
             "stage3_prefetch_bucket_size": gathered or int(0.9 * square) or "auto",
             "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
-            "stage3_gather_16bit_weights_on_model_save": False,
+            "stage3_gather_16bit_weights_on_model_save": True,
         }
     pinned = device.kind == "cuda"
     if strategy.offload != "none":
