@@ -694,7 +694,7 @@ HUGE = [
     ("logs/end.json", lambda _: '{"how": "failed", "attempt": 1, "message": "x", "y": ' + "[" * 900 + "]" * 900 + "}"),
     ("run.json", lambda text: text.replace('"versions": {', '"versions": {' + MANY)),
     ("run.json", lambda text: text.replace('"ranks": 2', '"ranks": 1048576')),
-    ("memory.json", lambda text: text.replace('"parts": {\n', '"parts": {\n' + MANY.replace('"1"', "1"))),
+    ("memory.json", lambda text: text.replace('"parts": {\n', '"parts": {\n' + MANY.replace(': "1"', ": 1"))),
 ]  # fmt: skip
 
 
