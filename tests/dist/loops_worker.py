@@ -382,7 +382,7 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         figures += [mean(loss.detach()), float(norm)]
-    kept = [name for name in accelerator.unwrap_model(model).state_dict() if name.endswith("shift")]
+    kept = [name for name in accelerator.get_state_dict(model) if name.endswith("shift")]
     accelerator.end_training()
     return {"figures": figures, "said": said, "kept": kept}
 
