@@ -23,6 +23,19 @@ def llama(folder: Path, **changes: Any) -> Path:
     return _save("LlamaForCausalLM", folder, **{**DENSE, **changes})
 
 
+def packed(folder: Path) -> Path:
+    """The same in 4 bits, as a published `-bnb-4bit` folder holds it."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    how = BitsAndBytesConfig(load_in_4bit=True, **options)
+    source = llama(folder.with_name(f"{folder.name}-whole"))
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, quantization_config=how).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
 def qwen3(folder: Path, **changes: Any) -> Path:
     """Norms over the heads of queries and keys."""
     return _save("Qwen3ForCausalLM", folder, **{**DENSE, "head_dim": 32, **changes})

@@ -41,6 +41,7 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"adapter": "lora"}),
     "dora": ("tied", {"adapter": "dora"}),
     "qlora": ("llama", {"adapter": "qlora"}),
+    "packed": ("packed", {"adapter": "qlora"}),
     "qlora8": ("llama", {"adapter": "qlora8"}),
     "lora bf16": ("tied", {"adapter": "lora", "precision": "bf16"}),
     "lora mixtral": ("mixtral", {"adapter": "lora", "lora_targets": "q_proj,v_proj"}),
@@ -236,7 +237,7 @@ def test_another_dtype_rounds_what_was_trained(name: str, dtype: str, lives: Liv
     assert all(torch.equal(state[key], was.state[key]) for key in kept)
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "qlora", "lora bf16", "lora mixtral", "lora t5"])
+@pytest.mark.parametrize("name", ["lora", "dora", "qlora", "packed", "lora bf16", "lora mixtral", "lora t5"])
 def test_an_adapter_opens_in_peft_as_it_was_trained(name: str, lives: Lives, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -255,7 +256,11 @@ def test_an_adapter_opens_in_peft_as_it_was_trained(name: str, lives: Lives, tmp
     assert any(was.state[key].any() for key in trained if "lora_B" in key)
     found = said(model, kind_of(was.base))
     assert (found - was.logits).norm() / was.logits.norm() <= (1e-2 if "bf16" in name else 1e-6)
-    if name in ("lora", "qlora"):  # the line that is printed opens what was trained, not the adapter over other weights
+    if name in (
+        "lora",
+        "qlora",
+        "packed",
+    ):  # the line that is printed opens what was trained, not the adapter over other weights
         import peft
         import transformers
 
@@ -286,6 +291,7 @@ def base_of(was: Trained, name: str) -> Any:
         ("lora", 1e-6),
         ("dora", 1e-6),
         ("qlora", 1e-6),
+        ("packed", 1e-6),
         ("lora mixtral", 1e-6),
         ("lora t5", 1e-6),
         ("lora bf16", 1e-2),
@@ -298,10 +304,13 @@ def test_a_merged_model_says_what_was_trained(name: str, limit: float, lives: Li
     result = export(was.run, tmp_path / "out", merge=True)
     assert not result.adapter
     assert result.logits_error <= limit
-    assert ("dequantized" in str(result)) == name.startswith("qlora")
+    assert ("dequantized" in str(result)) == ("lora" not in name or name.startswith("qlora"))
     model = opened(tmp_path / "out", was.base, dtype="auto")
     assert not hasattr(model.config, "quantization_config")
-    assert headers(tmp_path / "out").keys() == headers(was.base).keys()
+    if name == "packed":  # the file's own 4 bits, which are those of packing the whole weights
+        assert torch.equal(was.logits, lives("qlora").logits)
+    whole = lives("qlora").base if name == "packed" else was.base
+    assert headers(tmp_path / "out").keys() == headers(whole).keys()
     if name == "qlora llava":  # what text does not pass has not gone through 4 bits
         source = opened(was.base, was.base).state_dict()
         frozen = [key for key in source if "vision_tower" in key or "projector" in key]

@@ -337,6 +337,38 @@ def test_streamed_weights_have_the_bits_of_a_whole_read(
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_fp8_files_are_dequantized_as_they_are_read(
+    folder: Path, adapter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And saved as a model of this class that was never quantized."""
+    whole, stored, config = (
+        load_file(folder / "model.safetensors"),
+        {},
+        json.loads((folder / "config.json").read_text()),
+    )
+    for name, tensor in whole.items():
+        if "proj" in name:
+            rows, columns = tensor.shape
+            blocks = tensor.view(rows // 16, 16, columns // 16, 16)
+            scales = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+            exact = stored[name].float().view(blocks.shape) * scales[:, None, :, None]
+            whole[name] = exact.reshape(rows, columns)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": fp8}))
+    model, _ = loaded(folder, adapter=adapter)
+    model = model.unload() if adapter == "lora" else model
+    assert all(torch.allclose(model.get_parameter(name), tensor, rtol=1e-6) for name, tensor in whole.items())
+    assert hf_loading.disk_tensors(model, dict(model.named_parameters())).keys() == whole.keys()
+    assert not hasattr(model.config, "quantization_config")
+    assert "dequantized: the files hold fp8" in capsys.readouterr().out
+
+
 def test_trained_weights_have_one_dtype_where_their_class_keeps_fp32(tmp_path: Path) -> None:
     """ERNIE keeps routers in fp32. Engines train one dtype; the bias that nothing trains stays."""
     reads = reader(tiny.ernie(tmp_path / "model"), precision="bf16_pure", adapter="none")

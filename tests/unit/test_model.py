@@ -13,7 +13,11 @@ from programs import environment, python
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
-from toolkit.core.errors import ModelError
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import ModelError, StrategyError
+from toolkit.devices.machine import hardware
+from toolkit.engines.job import resolve
 from toolkit.engines.states import adapted
 from toolkit.models import ROLES, ModelSpec, describe, embedded_config, local_weights, require_weights
 
@@ -442,6 +446,47 @@ def test_a_native_class_needs_no_remote_code(tmp_path: Path) -> None:
         json.dumps({**json.loads(path.read_text()), "architectures": ["LlamaForCausalLM"], "auto_map": REMOTE})
     )
     assert describe(tmp_path).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("files", "able", "says"),
+    [
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+            ["qlora"],
+            "4-bit nf4",
+        ),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, [], "4-bit nf4, quantized once"),
+        ({"load_in_8bit": True}, [], "8-bit bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, [], "gptq"),
+        ({"quant_method": "mxfp4"}, ["none", "lora", "dora"], "mxfp4"),
+        ({"quant_method": "fp8"}, ["none", "lora", "dora"], "fp8"),
+        (None, ["none", "lora", "dora", "qlora", "qlora8"], None),
+    ],
+)
+def test_quantized_files_train_with_what_is_able_to(
+    files: dict[str, Any] | None, able: list[str], says: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "Tiny-bnb-4bit"
+    folder.mkdir()
+    method = {"quant_method": "bitsandbytes"} if says and "bit" in says else {}
+    config = {**embedded_config(), "quantization_config": files and {**method, **files}}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = describe(folder)
+    assert spec.quantization == says
+    shown = " ".join(str(spec).split())
+    assert (f"quantized {says}, in the files" in shown) == bool(says)
+    assert ("in 4 bits" in shown) == ("qlora" in able[:1])
+    for adapter in ("none", "lora", "dora", "qlora", "qlora8"):
+        request = Strategy(adapter=adapter), TrainConfig(), spec, 1, hardware("cpu").device
+        if adapter in able:
+            resolve(*request)
+            continue
+        with pytest.raises(
+            StrategyError, match=rf"already \({says}\).* its unquantized base, {tmp_path}/Tiny\."
+        ) as error:
+            resolve(*request)
+        assert all(f"'{word}'" in str(error.value) for word in able)
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:

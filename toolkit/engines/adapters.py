@@ -22,11 +22,14 @@ from toolkit.engines.job import Job
 from toolkit.engines.states import adapted, packed_names
 from toolkit.engines.upstream import patched
 from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import kept_in_fp32
 
 if TYPE_CHECKING:
+    import torch
     from peft import PeftModel
     from torch import nn
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 QLORA_FIX = "Install it with `pip install 'accelerate-toolkit[qlora]'`, or choose adapter 'lora'."
 
@@ -154,11 +157,17 @@ def keep_input_dtype(peft_model: nn.Module) -> None:
             module._cast_input_dtype = MethodType(cast_input, module)
 
 
-def quantization(job: Job) -> BitsAndBytesConfig | None:
-    """Return the quantization. 4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (2022)."""
-    import torch
-    from transformers import BitsAndBytesConfig
+def quantization(job: Job) -> QuantizationConfigMixin | None:
+    """Return the quantization. 4 bits: nf4 with double quantization (Dettmers et al. 2023). 8 bits: LLM.int8 (2022).
 
+    Files of fp8 and mxfp4 are dequantized.
+    """
+    import torch
+    from transformers import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
+
+    files = cast("ModelSpec", job.spec)
+    if files.quantization in ("fp8", "mxfp4"):
+        return (FineGrainedFP8Config if files.quantization == "fp8" else Mxfp4Config)(dequantize=True)
     if job.strategy.quantized:
         import_bitsandbytes()
         save_packed_weights()
@@ -166,6 +175,7 @@ def quantization(job: Job) -> BitsAndBytesConfig | None:
     if job.strategy.adapter == "qlora":
         return BitsAndBytesConfig(
             load_in_4bit=True,
+            llm_int8_skip_modules=files.quantization_config.get("llm_int8_skip_modules"),
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=compute,
@@ -292,6 +302,20 @@ def _check_adapted(model: nn.Module, targets: list[str]) -> None:
 def read_dtype(job: Job) -> str:
     """Return torch's name of the dtype for loading: the engine's own; for frozen weights the compute dtype."""
     return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
+
+
+def set_compute_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let a base that its files hold packed compute in this dtype: transformers keeps the dtypes of the files."""
+    import torch
+
+    always = kept_in_fp32(model, torch.bfloat16)
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.compute_dtype = module.weight.quant_state.dtype = dtype
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ != "Params4bit" and not always(name):
+            parameter.data = parameter.data.to(dtype)
 
 
 def keep_packing(model: nn.Module) -> None:

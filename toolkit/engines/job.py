@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS, Optimizer,
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Device, Hardware
-from toolkit.models import ModelSpec
+from toolkit.models import NF4, ModelSpec
 from toolkit.models.varlen import DROPOUTS, separates_documents
 
 
@@ -200,15 +201,27 @@ def check_optimizer(strategy: Strategy, train_config: TrainConfig) -> None:
         )
 
 
+TRAINED_OVER = {NF4: ("qlora",), **dict.fromkeys(("fp8", "mxfp4"), ("none", "lora", "dora"))}
+"""`ModelSpec.quantization` → adapters that train over such files: packed as they are, or dequantized as they are read."""
+
+
 def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None) -> None:
     """Refuse values that the model does not support on any engine.
 
     Raises:
-        StrategyError: for a sequence over the model's limit, for LoRA targets that the model does not have, and for activation
-            checkpointing of a class without it.
+        StrategyError: for files that are quantized already, a sequence over the model's limit, LoRA targets that the model does
+            not have, and activation checkpointing of a class without it.
     """
     if spec is None:
         return
+    able = TRAINED_OVER.get(method, ()) if (method := spec.quantization) else (strategy.adapter,)
+    if strategy.adapter not in able:
+        choice = f"Choose adapter {' or '.join(map(repr, able))}, or give" if able else "Give"
+        base = re.sub(r"(-unsloth)?-(bnb-4bit|4bit|8bit|fp8|gptq|awq)([-.].*)?$", "", spec.name, flags=re.IGNORECASE)
+        raise StrategyError(
+            f"{spec.name} holds weights that are quantized already ({method}), and adapter {strategy.adapter!r} needs "
+            f"unquantized ones. {choice} its unquantized base{f', {base}' if base != spec.name else ''}."
+        )
     if spec.max_positions is not None and train_config.seq_len > spec.max_positions:
         raise StrategyError(
             f"seq_len {train_config.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "

@@ -14,7 +14,7 @@ from toolkit.core.units import BYTES_OF, GiB, MiB, ceil_div, dtype_name
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
 from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
-from toolkit.models import ModelSpec
+from toolkit.models import NF4, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def expert_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     Quantized files have none. Vision-language models have none, either: transformers may transpose their experts.
     """
-    if spec.frozen or "quantization_config" in spec.config:
+    if spec.frozen or spec.quantization:
         return {}
     return {
         parameter.name: parameter.shape
@@ -82,11 +82,11 @@ def packed_names(spec: ModelSpec, adapter: str) -> set[str]:
 
 
 def can_stream(job: Job) -> bool:
-    """Return whether weights can be read one by one: not from quantized files, in 8 bits, or for DoRA, which needs them all."""
+    """Return whether weights can be read one by one: not if they are dequantized, in 8 bits, or for DoRA, which needs all."""
     assert job.spec is not None
     adapter = job.strategy.adapter
     packs = adapter != "qlora" or bool(packed_names(job.spec, adapter))
-    return packs and "quantization_config" not in job.spec.config and adapter not in ("dora", "qlora8")
+    return packs and job.spec.quantization in (None, NF4) and adapter not in ("dora", "qlora8")
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

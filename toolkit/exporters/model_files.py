@@ -36,6 +36,8 @@ def source_configs(
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+    for part in (config, config.get_text_config()):  # what is saved is whole
+        part.__dict__.pop("quantization_config", None)
     config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
     try:
         generation = GenerationConfig.from_pretrained(spec.source)

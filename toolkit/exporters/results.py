@@ -90,7 +90,7 @@ def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -
     auto = auto_class(spec).__name__
     if adapter == "none":
         return f"{auto}.from_pretrained({folder!r})"
-    bits = f", quantization_config={BITS[adapter]}" if adapter in BITS else ""
+    bits = f", quantization_config={BITS[adapter]}" if adapter in BITS and not spec.quantization else ""
     return f"PeftModel.from_pretrained({auto}.from_pretrained({base!r}{bits}), {folder!r})"
 
 

@@ -13,13 +13,13 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
-from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization
+from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization, set_compute_dtype
 from toolkit.engines.base import kept_dtype
 from toolkit.engines.fused_experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.exporters.state_dict import is_adapter
-from toolkit.models import ModelSpec
+from toolkit.models import NF4, ModelSpec
 from toolkit.models.hf_loading import (
     auto_class,
     config_ties,
@@ -120,14 +120,17 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
     import torch
 
     assert job.spec is not None
+    packing, is_packed = quantization(job), job.spec.quantization == NF4
     base = read_pretrained(
         job.spec,
         job.spec.source,
         dtype=getattr(torch, job.compute_dtype),
-        quantization_config=quantization(job),
+        quantization_config=None if is_packed else packing,
         device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
         attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
     )
+    if is_packed:
+        set_compute_dtype(base, getattr(torch, job.compute_dtype))
     if job.strategy.adapter == "qlora":
         pack_experts(base, job.spec, getattr(torch, job.compute_dtype))
     keep_packing(base)

@@ -243,7 +243,8 @@ def _unquantized(module: PreTrainedModel, linears: tuple[str, ...]) -> tuple[str
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped = HfQuantizer.get_modules_to_not_convert(module, None, module._keep_in_fp32_modules)
+    listed = (module.config.to_dict().get("quantization_config") or {}).get("llm_int8_skip_modules")
+    skipped = HfQuantizer.get_modules_to_not_convert(module, listed, module._keep_in_fp32_modules)
     plain = {name for name, child in module.named_modules() if type(child) is nn.Linear or isinstance(child, Conv1D)}
     return tuple(name for name in linears if name not in plain or not should_convert_module(name, skipped))
 

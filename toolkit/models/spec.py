@@ -12,11 +12,14 @@ from typing import Any
 from toolkit.core import cache
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import ToolkitError
-from toolkit.core.units import BYTES_OF, format_bytes, format_count
+from toolkit.core.units import format_bytes, format_count
 from toolkit.models.remote_code import COMMIT
 
 CACHE = "specs"
 """The cache's folder."""
+
+NF4 = "4-bit nf4"
+"""bitsandbytes' 4 bits with double quantization, as QLoRA packs weights (`ModelSpec.quantization`)."""
 
 ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
 """The roles of parameters. In a repeated layer, all others than experts, routers and norms are `layer`."""
@@ -115,6 +118,28 @@ class ModelSpec(Result):
         return self.trusted if self.trusted and COMMIT.fullmatch(self.trusted) else None
 
     @property
+    def quantization_config(self) -> Mapping[str, Any]:
+        """transformers' `quantization_config` of files with quantized weights; else empty."""
+        parts = (self.config, self.config.get("text_config"))
+        found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
+        return next((values for values in found if isinstance(values, dict) and values), {})
+
+    @property
+    def quantization(self) -> str | None:
+        """The form of quantized weights in the files: `NF4`, or transformers' name of the method; None without any."""
+        values = self.quantization_config
+        if not values.get("load_in_4bit"):
+            return "8-bit bitsandbytes" if values.get("load_in_8bit") else values.get("quant_method")
+        kind = values.get("bnb_4bit_quant_type", "fp4")
+        return NF4 if kind == "nf4" and values.get("bnb_4bit_use_double_quant") else f"4-bit {kind}, quantized once"
+
+    def file_bytes(self, parameter: Parameter) -> int:
+        """Return a parameter's bytes in half precision, or as `NF4` packs it: half a byte, and a byte for 64 of them."""
+        module = parameter.name.removesuffix(".weight")
+        packed = self.quantization == NF4 and module in self.linears and module not in self.unquantized
+        return parameter.elements * 33 // 64 if packed else 2 * parameter.elements
+
+    @property
     def elements(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(parameter.elements for parameter in self.parameters)
@@ -158,7 +183,7 @@ class ModelSpec(Result):
         return {**super().to_dict(), "elements": self.elements, "active_elements": self.active_elements}
 
     def tables(self) -> list[Table]:
-        """Return the figures, and the parameters by role with their bytes in bf16."""
+        """Return the figures, and the parameters by role with their bytes in bf16, or packed in 4 bits."""
         moe = self.moe
         figures = {
             "architecture": f"{self.architecture} ({self.kind})",
@@ -177,17 +202,20 @@ class ModelSpec(Result):
             "linear modules": f"{len(self.linears):,}, the head excepted",
             "tied": "; ".join(" = ".join(group) for group in self.tied) or "nothing",
             "weights": self.source or "none: a config only",
+            "quantized": self.quantization and f"{self.quantization}, in the files",
             "code of its own": self.trusted and f"is run, revision {self.trusted}",
         }
-        roles = {role: count for role in ROLES if (count := self.elements_of(role))} | {"total": self.elements}
+        members = {role: [parameter for parameter in self.parameters if parameter.role == role] for role in ROLES}
         rows = [
-            (role, f"{count:,}", f"{count / self.elements:.1%}", format_bytes(count * BYTES_OF["bfloat16"]))
-            for role, count in roles.items()
+            (role, f"{count:,}", f"{count / self.elements:.1%}", format_bytes(sum(map(self.file_bytes, parameters))))
+            for role, parameters in {**members, "total": self.parameters}.items()
+            if (count := sum(parameter.elements for parameter in parameters))
         ]
+        in_dtype = "in 4 bits" if self.quantization == NF4 else "in bf16"
         shown_figures = [(name, value) for name, value in figures.items() if value]
         return [
             Table(title=self.name, columns=("figure", "value"), rows=shown_figures),
-            Table(title="Parameters by role", columns=("role", "count", "share", "in bf16"), rows=rows),
+            Table(title="Parameters by role", columns=("role", "count", "share", in_dtype), rows=rows),
         ]
 
 

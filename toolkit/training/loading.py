@@ -25,7 +25,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.engines.timeouts import on_main
-from toolkit.models import ModelSpec
+from toolkit.models import NF4, ModelSpec
 from toolkit.models.hf_loading import (
     LONG,
     auto_class,
@@ -121,6 +121,11 @@ class Reader:
 
     def read(self, **options: Any) -> PreTrainedModel:
         """Read the whole model on this rank; `options` go to `from_pretrained`. A missing weight is an error."""
+        if self.spec.quantization == NF4:
+            raise ModelError(
+                f"model {self.spec.name!r}: its files hold packed weights in a form that is not known, expected nf4 in blocks "
+                "of 64, quantized twice. Give its unquantized base."
+            )
         try:
             model, info = auto_class(self.spec).from_pretrained(
                 self.spec.source,
@@ -150,8 +155,10 @@ class Reader:
         if self.job.strategy.adapter == "qlora":
             pack_experts(model, self.spec, _dtype(self.job.compute_dtype))
         # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
-        conversions = getattr(model, "_weight_conversions", None) or ()
-        self._complete(model, [conversion for conversion in conversions if conversion.was_used()])
+        used = [conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()]
+        self._complete(
+            model, _conversions(model) if self.spec.quantization else used
+        )  # a dequantized one is saved whole
         if self.job.device.kind == "cpu":
             _copy_from_file(model)
         return cast("PreTrainedModel", model)
@@ -186,8 +193,6 @@ class Reader:
         None where the files hold the weights in another form than the model.
         """
         from transformers import GenerationConfig
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange
 
         model = self._build_empty()
         weights = StreamedWeights.of_model(self.accelerator, self.spec, model)
@@ -196,8 +201,7 @@ class Reader:
             return None
         with contextlib.suppress(OSError):  # it has none, and transformers has made one from the config
             model.generation_config = GenerationConfig.from_pretrained(self.spec.source)
-        conversions = get_model_conversion_mapping(model, add_legacy=False) if weights.renamed else []
-        self._complete(model, [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)])
+        self._complete(model, _conversions(model) if weights.renamed else [])
         weights.attach(model)
         self.streamed = True
         return model
@@ -260,6 +264,15 @@ class Reader:
         model.tie_weights()
         freeze(model, self.spec)
         return model
+
+
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """Return the conversions with which transformers saves a model of this class."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -353,6 +366,8 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     if spec.moe is not None:
         computed = text._experts_implementation or "eager"
         notes.append(f"experts: {spec.moe.experts} a layer, {spec.moe.active} active, computed by {computed}")
+    if spec.quantization and not job.strategy.quantized:
+        notes.append(f"dequantized: the files hold {spec.quantization}, and the model is trained and saved without it")
     if job.strategy.quantized:
         bits = "8 bits (LLM.int8)" if job.strategy.adapter == "qlora8" else "4 bits (nf4, double quantization)"
         share = f"{1 - sum(quantized_weights(model).values()) / spec.elements:.0%} of {format_count(spec.elements)}"

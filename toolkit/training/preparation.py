@@ -11,6 +11,7 @@ from toolkit.config.parallelism import count_ranks
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, StrategyMismatch
 from toolkit.core.units import format_bytes
+from toolkit.engines.adapters import quantization
 from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, StateMemory, job_of
@@ -184,7 +185,8 @@ def _exact_weights(prepared: Prepared, given: GivenWeights) -> Iterator[tuple[st
         return
     whole: dict[str, torch.Tensor] = {}
     if accelerator.is_main_process:
-        whole.update(read_pretrained(spec, spec.source, dtype=torch.float32).named_parameters())
+        read = read_pretrained(spec, spec.source, dtype=torch.float32, quantization_config=quantization(prepared.job))
+        whole.update(read.named_parameters())
     for name, shape in shapes.items():
         tensor = whole[name].detach() if whole else torch.empty(shape)
         yield name, cast("torch.Tensor", broadcast(tensor.to(accelerator.device).contiguous(), from_process=0))

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     Shapes = Mapping[str, tuple[int, ...]]
 
+PACKED = "uint8"
+"""The dtype of a weight that the files hold packed in 4 bits."""
+
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
 """Dtypes of weights that need no more than a cast."""
 
@@ -229,7 +232,9 @@ class StreamedWeights:
         scales = torch.empty(blocks, dtype=torch.uint8, device=device)
         offset = torch.empty(1, dtype=torch.float32, device=device)
         nested = torch.empty(ceil_div(blocks, GROUP), dtype=torch.float32, device=device)
-        if self._files:
+        if self._files and self._sources[self.source_name(name)].dtype == PACKED:
+            scales, offset, nested = self._read_packed(name, data)
+        elif self._files:
             exact = self._pack(name, dtype, data, transposed)
             offset[0] = exact.mean()
             _, state = quantize_blockwise(exact - offset[0], blocksize=GROUP, out=scales)
@@ -249,6 +254,19 @@ class StreamedWeights:
             state2=QuantState(absmax=nested, blocksize=GROUP, code=self._code.clone(), dtype=torch.float32),
         )
         return data, constants
+
+    def _read_packed(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copy a weight that the file holds packed into `data`. Return its scales, their offset and the constants of these."""
+        import torch
+        from bitsandbytes.functional import QuantState
+
+        (tensor,) = self._sources[self.source_name(name)].tensors
+        packed = self._files[tensor].get_tensor(tensor).view(torch.uint8).view(-1)
+        data.view(-1).view(torch.uint8)[: len(packed)] = packed
+        parts = [part for part in self._files if part.startswith(f"{tensor}.")]
+        device = self._accelerator.device
+        state = QuantState.from_dict({part: self._files[part].get_tensor(part) for part in parts}, device)
+        return state.absmax, state.offset.view(1), state.state2.absmax
 
     def _pack(self, name: str, dtype: torch.dtype, data: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Read a weight in pieces, pack them into `data`, and return the exact constant of each block."""
@@ -289,6 +307,8 @@ def _source(
     for layout in disk_layouts(model, name, shape):
         if not layout.keys() <= files.keys():
             continue
+        if (state := f"{next(iter(layout))}.quant_state.bitsandbytes__nf4") in files:
+            return ([*layout], PACKED) if _is_known(files[state].get_tensor(state), shape) else None
         slices = [files[tensor].get_slice(tensor) for tensor in layout]
         dtypes = {SAFETENSORS_DTYPES.get(part.get_dtype(), "") for part in slices}
         shapes = [tuple(part.get_shape()) for part in slices]
@@ -300,6 +320,15 @@ def _source(
 def is_empty(parameter: torch.Tensor) -> bool:
     """Return whether a parameter has the memory of one element alone."""
     return parameter.untyped_storage().nbytes() < parameter.nbytes
+
+
+def _is_known(state: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether the files hold a packed weight of this shape, perhaps transposed, as QLoRA packs it."""
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+    values = unpack_tensor_to_dict(state)
+    blocks = values.get("blocksize"), values.get("nested_blocksize")
+    return blocks == (BLOCK, GROUP) and sorted(values.get("shape", ())) == sorted(shape)
 
 
 def _is_transposed(module: Any) -> bool:
