@@ -125,9 +125,9 @@ def read_base(job: Job, *, on_host: bool = False) -> Any:
         job.spec,
         job.spec.source,
         dtype=getattr(torch, job.compute_dtype),
-        quantization_config=None if is_packed else packing,
         device_map={"": "cpu"} if on_host and job.strategy.quantized else None,
         attn_implementation=ATTENTIONS[job.strategy.attention].transformers,
+        **({} if is_packed else {"quantization_config": packing}),  # None would ignore the files' own
     )
     if is_packed:
         set_compute_dtype(base, getattr(torch, job.compute_dtype))

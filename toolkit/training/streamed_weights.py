@@ -232,7 +232,7 @@ class StreamedWeights:
         scales = torch.empty(blocks, dtype=torch.uint8, device=device)
         offset = torch.empty(1, dtype=torch.float32, device=device)
         nested = torch.empty(ceil_div(blocks, GROUP), dtype=torch.float32, device=device)
-        if self._files and self._sources[self.source_name(name)].dtype == PACKED:
+        if self._files and self._entry(name).dtype == PACKED:
             scales, offset, nested = self._read_packed(name, data)
         elif self._files:
             exact = self._pack(name, dtype, data, transposed)
@@ -260,7 +260,7 @@ class StreamedWeights:
         import torch
         from bitsandbytes.functional import QuantState
 
-        (tensor,) = self._sources[self.source_name(name)].tensors
+        (tensor,) = self._entry(name).tensors
         packed = self._files[tensor].get_tensor(tensor).view(torch.uint8).view(-1)
         data.view(-1).view(torch.uint8)[: len(packed)] = packed
         parts = [part for part in self._files if part.startswith(f"{tensor}.")]
