@@ -24,11 +24,13 @@ from toolkit.reports import report
 from toolkit.training.loading import load
 from toolkit.training.loop import train
 from toolkit.training.metrics import evaluate, log, should_stop
+from toolkit.training.plain_accelerate import AuditCallback, audit
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator, job
 from toolkit.training.step_profile import profile_steps
 
 __all__ = [
+    "AuditCallback",
     "RunConfig",
     "Strategy",
     "StrategyError",
@@ -37,6 +39,7 @@ __all__ = [
     "TrainConfig",
     "accelerator",
     "attach",
+    "audit",
     "compare",
     "describe",
     "diagnose",

@@ -71,10 +71,8 @@ def script_of_others(name: str, train_config: str, changes: dict[str, str]) -> A
     return spaces["main"]
 
 
-def plain(sharding: str, count: int) -> Any:
-    """The `main` of a script as it is, on the CPU."""
-    from accelerate import Accelerator
-
+def own_group(sharding: str, count: int) -> None:
+    """Make the process group that Accelerate takes: one beside those that have ended."""
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.devices.machine import hardware
@@ -82,9 +80,16 @@ def plain(sharding: str, count: int) -> Any:
     from toolkit.training import setup
 
     ranks.reset()
-    if count > 1:  # a group of its own, beside those that have ended
+    if count > 1:
         setup._init_group(resolve(Strategy(sharding=sharding), TrainConfig(), None, count, hardware().device), None)
         setup._accelerators += 1
+
+
+def plain(sharding: str, count: int) -> Any:
+    """The `main` of a script as it is, on the CPU."""
+    from accelerate import Accelerator
+
+    own_group(sharding, count)
     spaces: dict[str, Any] = {}
     exec((SCRIPTS / "accumulation.py").read_text(), spaces)
     spaces["Accelerator"] = partial(Accelerator, cpu=True)
@@ -148,16 +153,17 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
 
             exec(source(sharding, count), {"log": log, "done": done, "rows": rows, "folder": folder})
             found[name] = {"losses": losses, "weights": str(place)}
-        if sharding in ("none", *SCRIPTED):
+        if sharding in SCRIPTED:
             found["changed"] = [changed(folder, count, change) for change in (replace_weights, resize)]
             found["unused"] = {case: unused(folder, sharding, count, case) for case in UNUSED}
         if sharding in SCRIPTED:
             found["scripts"] = scripts(folder, count, sharding)
             found["own"] = own(folder, sharding, count)
             found["tied"] = {name: tied(folder, sharding, count, name) for name in TIES}
+            found["trainer"] = trainer(folder, sharding, count)
         if sharding in ("none", "ddp"):
             found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
-        if sharding in ("none", *SCRIPTED):
+        if sharding in SCRIPTED:
             found["saving"] = {adapter: saving(folder, sharding, adapter) for adapter in ("none", "lora")}
         if sharding == "ddp":
             found["silent"] = {adapter: saving(folder, sharding, adapter, silent=True) for adapter in ("none", "lora")}
@@ -350,6 +356,62 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
             found[word] = str(error)
         accelerator.end_training()
     return found
+
+
+def trainer(folder: str, sharding: str, count: int) -> Any:
+    """The script with a Trainer, on ranks as `toolkit launch` starts them; and what an audit of another request says."""
+    import accelerate.accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    import toolkit as tk
+    from toolkit.engines import upstream
+    from toolkit.training import plain_accelerate
+
+    launched = {
+        "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+        "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+        "fsdp": {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        },
+    }.get(sharding, {}) | {"ACCELERATE_MIXED_PRECISION": "no"}
+    place = Path(folder).parent / f"trainer-{sharding}"
+    (place / "logs").mkdir(parents=True, exist_ok=True)
+    own_group(sharding, count)
+    saved = (
+        dict(os.environ),
+        (PartialState.__init__, AcceleratorState.__init__, accelerate.accelerator.Accelerator.prepare),
+    )
+    os.environ.update(launched, TOOLKIT_RUN_DIR=str(place))
+    upstream.made_by_toolkit = False
+    spaces: dict[str, Any] = {}
+    try:
+        plain_accelerate._distribute(accelerate.accelerator)
+        exec((SCRIPTS / "trainer.py").read_text(), spaces)
+        spaces["Trainer"] = partial(spaces["Trainer"], callbacks=[tk.AuditCallback()])
+        kind, losses, model, optimizer = spaces["main"](folder, str(place))
+        os.environ |= {"TOOLKIT_STRATEGY": "{}", "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "false"}
+        try:
+            said = str(tk.audit(model, optimizer).engine)
+        except tk.StrategyMismatch as error:
+            said = str(error)
+    finally:
+        upstream.made_by_toolkit = True
+        (PartialState.__init__, AcceleratorState.__init__, accelerate.accelerator.Accelerator.prepare) = saved[1]
+        os.environ.clear()
+        os.environ.update(saved[0])
+        if sharding.startswith("zero"):
+            from deepspeed import comm
+
+            comm.destroy_process_group()  # as `end_training` does
+        PartialState().destroy_process_group()
+        ranks.reset()
+    audited = json.loads((place / "logs/audit.json").read_text())
+    logged = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+    return {"kind": kind, "losses": losses, "said": said, "audited": audited, "logged": logged}
 
 
 def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
@@ -620,6 +682,12 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         accelerator.backward(model(input_ids=ids, labels=ids).loss * torch.inf)
         optimizer.step()
 
+    def other_rates() -> None:
+        """A scheduler of an optimizer that is not the prepared one."""
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        accelerator.prepare_scheduler(torch.optim.lr_scheduler.ConstantLR(other))
+        optimizer.step()
+
     def second_optimizer() -> None:
         if accelerator.job.strategy.engine == "deepspeed":
             other = torch.nn.Linear(4, 4)
@@ -636,6 +704,7 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         "second": lambda: tk.accelerator(train_config=accelerator.job.train_config),
         "other_accumulation": lambda: tk.accelerator(train_config=tk.TrainConfig(accumulation=7)),
         "second_optimizer": second_optimizer,
+        "other_rates": other_rates,
     }
     found = {}
     for name, call in calls.items():

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from programs import left_of, python, until
 
@@ -95,9 +96,10 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "runs it again" in run.message
 
     run = tk.resume(run, hosted, args=(words,)).wait()
-    assert run.status == run.report().status == "finished"
+    assert run.status == run.report().status == "not audited", "it prepared nothing"
+    assert tk.runs(tmp_path).entries[0]["strategy"]["sharding"] == "not audited"
     assert run.report().command == "tk.launch(hosted, tk.Strategy(sharding='ddp', adapter='lora'), processes=2)"
-    assert "finished" in (tmp_path / "run/report.html").read_text()
+    assert "not audited" in (tmp_path / "run/report.html").read_text()
     assert "shipped by value ddp lora" in run.logs(0)
     about = json.loads((tmp_path / "run/run.json").read_text())
     assert about["target"]["name"] == "hosted"
@@ -108,7 +110,7 @@ def test_a_function_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [(line["step"], line["loss"], line["ranks"]) for line in lines] == steps, "attempt 2 began at step 1"
 
     # It goes on without the function, for it was launched here; another file, or the folder elsewhere, does not.
-    assert tk.resume(run).wait().status == "finished"
+    assert tk.resume(run).wait().status == "not audited"
     moved = shutil.copytree(tmp_path / "run", tmp_path / "moved")
     with pytest.raises(RunError, match=r"you did not launch in this folder.*tk\.resume\(run, hosted\)"):
         tk.resume(moved)
@@ -135,6 +137,17 @@ def test_a_script_is_a_run(tmp_path: Path) -> None:
     assert "words ['--epochs', '1']" in run.logs(0)
     assert run.memory is None
     assert os.path.exists(tmp_path / "run/run.json")
+
+
+def test_trls_trainer_is_sharded_as_launched(tmp_path: Path) -> None:
+    """It makes its own Accelerator, which Accelerate does not distribute on CPU ranks. Its figures are the run's."""
+    script = Path(__file__).with_name("scripts") / "sft.py"
+    words = (str(tiny.llama(tmp_path / "llama")), str(tmp_path / "out"))
+    run = tk.launch(str(script), "fsdp", processes=2, run_dir=tmp_path / "run", args=words).wait()
+    assert run.status == "finished"
+    assert run.to_dict()["strategy"]["sharding"] == "fsdp"
+    assert "trained FSDPLlamaForCausalLM" in run.logs(0)
+    assert run.progress.step == run.progress.steps == 2
 
 
 HOSTILE = "import os; open(os.environ['RAN'], 'a').write(__file__)\n"

@@ -57,6 +57,9 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         second = f"RunError: this process already has an Accelerator, with sharding {sharding!r}"
         assert said["second"] == "" if sharding == "none" else said["second"].startswith(second)
         assert said["other_accumulation"].startswith(second), sharding
+        assert said["other_rates"].startswith("StrategyMismatch: the optimizer steps with the learning rates ["), (
+            sharding
+        )
         deepspeed = SHARDINGS[sharding].engine == "deepspeed"
         only_one = f"got 2 optimizers in all, and sharding {sharding!r} can step one"
         assert (only_one in said["second_optimizer"]) == deepspeed
@@ -152,6 +155,21 @@ def test_a_weight_under_several_names_is_trained_as_one_and_saved_under_each(fou
             else:
                 assert result["losses"] == pytest.approx(reference[name]["losses"], rel=1e-5), where
                 assert result["error"] < 1e-5, where
+
+
+def test_a_trainer_of_transformers_is_sharded_as_launched_and_audited(found: dict[str, dict[str, Any]]) -> None:
+    """Equal losses under every word, which are the run's; and where another sharding was launched, the audit raises."""
+    kinds = {"none": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
+    for sharding in ("none", "ddp", "zero2", "zero3", "fsdp"):
+        result, ranks = found[sharding]["trainer"], RANKS.get(sharding, 2)
+        assert result["losses"] == pytest.approx(found["none"]["trainer"]["losses"], rel=1e-5), sharding
+        assert result["kind"] == kinds.get(sharding, "DeepSpeedEngine")
+        assert result["audited"] == {"sharding": sharding, "engine": result["kind"], "ranks": ranks}
+        assert [line["loss"] for line in result["logged"]] == result["losses"]
+        if sharding in ("none", "ddp"):
+            assert result["said"] == result["kind"]
+        else:
+            assert "sharding 'ddp' was requested, and something else was prepared" in result["said"], sharding
 
 
 def test_scripts_of_others_give_the_same_under_every_sharding(found: dict[str, dict[str, Any]]) -> None:

@@ -104,6 +104,7 @@ RESUME = (
 LAUNCH = (
     RANKS_HERE,
     RUN_DIR,
+    _argument("--timeout", type=float, metavar="S", help="seconds a rank waits in a collective (default: torch's)"),
     TARGET_DIGEST,
     _argument("target", metavar="TARGET", help="a script that ends in .py, or a module"),
     _argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the target's own command line"),

@@ -73,7 +73,7 @@ def launch(flags: argparse.Namespace) -> Result:
     check_new(flags.run_dir)
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     print_default(ranks, machine, flags.processes)
-    run_script(path, target, strategy, ranks, machine)
+    run_script(path, target, strategy, ranks, machine, timeout=flags.timeout)
     return Run(path)
 
 

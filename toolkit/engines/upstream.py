@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     import torch
 
+made_by_toolkit = False
+"""Whether this process's Accelerator is the toolkit's, which distributes over CPU ranks by its engines."""
+
 WORKER = "pt_gloo_runloop"
 """The name of gloo's worker threads: torch, `ProcessGroupGloo::runLoop`."""
 

@@ -39,9 +39,8 @@ from toolkit.launcher.targets import (
 from toolkit.models import ModelSpec
 from toolkit.run_folder.folder import CLAIM, RUNS, Folder, check_new, claim, new_path
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import SUPERVISOR, TOKEN, is_lock, new_token, sign
+from toolkit.run_folder.run_lock import RUN_DIR, SUPERVISOR, TOKEN, is_lock, new_token, sign
 from toolkit.run_folder.status import Progress
-from toolkit.training.metrics import RUN_DIR
 from toolkit.training.setup import STRATEGY, choose_ranks, print_default
 
 CLAIM_SECONDS = 1.0

@@ -26,9 +26,18 @@ from toolkit.reports import Report, report
 from toolkit.run_folder.folder import run_paths
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others, supervisor_of
-from toolkit.run_folder.status import Progress, page, rank_bytes, read_memory, read_outcome, read_progress, tail_of
+from toolkit.run_folder.status import (
+    Progress,
+    page,
+    rank_bytes,
+    read_memory,
+    read_outcome,
+    read_progress,
+    shown_sharding,
+    tail_of,
+)
 
-STATUSES = ("starting", "running", "finished", "stopped", "failed")
+STATUSES = ("starting", "running", "finished", "not audited", "stopped", "failed")
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of a stopped supervisor; the last two before it handled signals."""
@@ -260,7 +269,10 @@ class Run(Result):
         """Return folder, status, strategy and progress."""
         status, progress, message = self._look()
         about = {"folder": str(self.folder), "status": status, "message": message}
-        return {**about, "strategy": dataclasses.asdict(self.strategy), **dataclasses.asdict(progress)}
+        strategy = dataclasses.asdict(self.strategy)
+        if about_run := self._run_record():
+            strategy["sharding"] = shown_sharding(self._files, about_run)
+        return {**about, "strategy": strategy, **dataclasses.asdict(progress)}
 
     def _run_record(self) -> dict[str, Any]:
         try:

@@ -36,16 +36,25 @@ from toolkit.launcher.targets import Target, load_function, note_launch
 from toolkit.reports import reported
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.run_lock import new_token, supervised
-from toolkit.training.metrics import RUN_DIR
+from toolkit.run_folder.run_lock import RUN_DIR, new_token, supervised
+from toolkit.training.plain_accelerate import on_launch
 from toolkit.training.preflight import versions
-from toolkit.training.setup import STRATEGY, check_ranks
+from toolkit.training.setup import STRATEGY, TIMEOUT, check_ranks
 
 
 def run_script(
-    path: Path, target: Target, strategy: Strategy, ranks: int, machine: Hardware, *, resume: bool = False
+    path: Path,
+    target: Target,
+    strategy: Strategy,
+    ranks: int,
+    machine: Hardware,
+    *,
+    resume: bool = False,
+    timeout: float | None = None,
 ) -> None:
-    """Run `target` in `ranks` processes to its end. `tk.accelerator()` in them follows the strategy.
+    """Run `target` in `ranks` processes to its end. Every Accelerator in them follows the strategy.
+
+    `timeout`: seconds after which a rank gives up waiting for another in a collective; None: torch's own limit.
 
     Raises:
         ToolkitError, Stopped: as `supervise`.
@@ -73,7 +82,7 @@ def run_script(
         note_launch(folder, target)
         arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
         config = engine_of(strategy).to_yaml(strategy, ranks, 1)
-        environ = {STRATEGY: json.dumps(differing(strategy))}
+        environ = {STRATEGY: json.dumps(differing(strategy))} | ({TIMEOUT: str(timeout)} if timeout else {})
         supervise(folder, "toolkit.launcher.script_run", arguments, config, environ=environ)
         write_json(folder.run_json, {**record, "finished": timestamp()})
 
@@ -84,6 +93,7 @@ def host(path: Path, target: Target) -> int:
     with enter(path, resume=True) as folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
         os.environ[RUN_DIR] = str(path.absolute())  # the target may change its working directory
+        on_launch()
         with folder.room_for_error(rank):
             try:
                 _run(folder, target)

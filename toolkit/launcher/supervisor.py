@@ -184,7 +184,7 @@ def _clear(folder: Folder, config: Mapping[str, Any]) -> None:
     import yaml
 
     folder.logs.mkdir(exist_ok=True)
-    for old in (*folder.rank_files("error.json"), *folder.rank_files("beat"), folder.exits, folder.end):
+    for old in (*folder.rank_files("error.json"), *folder.rank_files("beat"), folder.exits, folder.end, folder.audit):
         old.unlink(missing_ok=True)
     write_or_explain(folder.config, yaml.safe_dump(dict(config), sort_keys=False).encode())
 

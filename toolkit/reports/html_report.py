@@ -23,7 +23,7 @@ from toolkit.reports.sections import Section, figures, sections_of
 from toolkit.reports.tables import step_seconds, throughput
 from toolkit.run_folder.folder import Folder, refuse_links, run_paths
 from toolkit.run_folder.run_json import read_run_json
-from toolkit.run_folder.status import read_memory, read_outcome
+from toolkit.run_folder.status import read_memory, read_outcome, shown_sharding
 from toolkit.training.resumption import resume_hint
 
 ABOUT = (
@@ -55,11 +55,13 @@ class Report(Result):
     memory: Mapping[str, Any]
     """`memory.json`, which a run writes as it finishes; empty before."""
     status: str
-    """`running`, `finished`, `stopped` or `failed`."""
+    """`running`, `finished`, `not audited`, `stopped` or `failed`."""
     words: str
     """The message at the end, or where its ranks are."""
     then: str
     """How to continue; empty if there is nothing to do."""
+    sharding: str
+    """As an audit found it; of a run of the recipe, which audits itself, as requested."""
 
     @property
     def forecast(self) -> Mapping[str, Any] | None:
@@ -141,7 +143,7 @@ class Report(Result):
         """Return the run in bytes and seconds, with a summary of its steps; `events.jsonl` has each."""
         return {
             "run": str(self.path),
-            **{name: getattr(self, name) for name in ("status", "words", "then", "command")},
+            **{name: getattr(self, name) for name in ("status", "words", "then", "command", "sharding")},
             **{name: self.about.get(name) for name in ABOUT},
             **_progress(self),
             "evaluations": [{"step": event["step"], "loss": event["eval_loss"]} for event in self.evaluations],
@@ -170,7 +172,8 @@ def report(path: str | Path) -> Report:
         memory=read_memory(folder, about) or {},
         status=status,
         words=shorten(words),
-        then="" if status in ("finished", "running") else redact(_how_to_resume(folder)),
+        sharding=shown_sharding(folder, about),
+        then="" if status in ("finished", "not audited", "running") else redact(_how_to_resume(folder)),
     )
     try:
         result.tables(), result.to_dict()

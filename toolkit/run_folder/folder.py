@@ -29,7 +29,7 @@ CLAIM = "TOOLKIT_RUN_CLAIM"
 SPARE = 8192
 """Bytes that each rank reserves for its error file."""
 
-_WHOLE = r"run\.json|accelerate\.yaml|logs/(rank-\d+\.error|failures|end)\.json"
+_WHOLE = r"run\.json|accelerate\.yaml|logs/(rank-\d+\.error|failures|end|audit)\.json"
 _OURS = re.compile(
     rf"lock|{_WHOLE}|logs/(rank-\d+\.(log|beat)|\.rank-\d+\.spare|(launcher|supervisor)\.log|function\.pkl)"
 )
@@ -91,6 +91,8 @@ class Folder:
     """A shipped function."""
     end = Inside("logs/end.json")
     """The end of the last attempt, by its supervisor; no file if it finished."""
+    audit = Inside("logs/audit.json")
+    """The sharding that an audit found in a script, module or function, by rank 0; no file without an audit."""
 
     def log(self, rank: int) -> Path:
         """Return the log of a rank."""

@@ -20,6 +20,9 @@ from toolkit.core.errors import RunError
 TOKEN = "TOOLKIT_RUN_TOKEN"
 """The environment variable by which a supervisor tells its ranks which run they belong to."""
 
+RUN_DIR = "TOOLKIT_RUN_DIR"
+"""The environment variable with the run's folder, for a rank that runs a script or function."""
+
 SUPERVISOR = "supervisor"
 
 _LINE: Mapping[str, Any] = {"token": str, "pid": int, "started": str, "host": str, "role": str}

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from toolkit.config.strategy import SHARDINGS
 from toolkit.core.atomic_io import LINE, check_fields, open_regular, parse_event, read_json
 from toolkit.core.charts import Bar, bars, curve
 from toolkit.core.display import Table, markup, render
@@ -188,6 +189,8 @@ def read_memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | No
 def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     """Return the status and the message of a run that has begun."""
     beats = list(read_beats(folder.logs).values())
+    if about.get("finished") and shown_sharding(folder, about) == NOT_AUDITED:
+        return NOT_AUDITED, "It finished, and no Accelerator was prepared in it: nothing shows how it was sharded."
     if about.get("finished"):
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
@@ -203,6 +206,21 @@ def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
         return "stopped", "It was stopped by a user."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
     return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
+
+
+NOT_AUDITED = "not audited"
+"""The status of a script without an audit at its end, and its sharding."""
+
+
+def shown_sharding(folder: Folder, about: Mapping[str, Any]) -> str:
+    """Return a run's sharding: of a script, module or function as an audit found it, and not as it was requested."""
+    if not about.get("target"):
+        return str(about["strategy"]["sharding"])
+    try:
+        found = read_json(folder.audit)["sharding"]
+    except (OSError, ValueError, LookupError, TypeError):
+        found = None
+    return found if found in SHARDINGS else NOT_AUDITED
 
 
 def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -238,6 +256,7 @@ _LOOKS = {
     "running": ("#1e40af", "#dbeafe"),
     "finished": ("#166534", "#dcfce7"),
     "stopped": ("#374151", "#e5e7eb"),
+    NOT_AUDITED: ("#92400e", "#fef3c7"),
     "failed": ("#991b1b", "#fee2e2"),
 }
 """Status → its ink and its ground."""

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
-from toolkit.core.errors import NotFinite, StrategyError
+from toolkit.core.errors import NotFinite, StrategyError, StrategyMismatch
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.adapters import keep_packing
@@ -277,6 +277,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
+                self._check_rates(optimizer)
                 self._check_finite(self._clip(optimizer))
             upstream()
             if self.sync_gradients:
@@ -284,6 +285,19 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 self._unscaled = self._took_step = False
 
         optimizer.step = MethodType(step, optimizer)
+
+    def _check_rates(self, optimizer: Any) -> None:
+        """Compare the rates that an optimizer steps with and those that its prepared scheduler has set."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for scheduler in self._schedulers:
+            owner = getattr(scheduler.scheduler, "optimizer", None)
+            if owner is None or len(self._optimizers) > 1:
+                continue
+            if rates != (own := [group["lr"] for group in owner.param_groups]):
+                raise StrategyMismatch(
+                    f"the optimizer steps with the learning rates {rates}, and its scheduler has set {own}. Make the "
+                    "scheduler from the optimizer that is prepared."
+                )
 
     # The loop ---------------------------------------------------------------------------------------------------------
 

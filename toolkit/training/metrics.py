@@ -18,15 +18,13 @@ from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
 from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
+from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.loop import Step, shifted, trained_tokens
 from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     from toolkit.training.loop import Batch
     from toolkit.training.rank_run import RankRun
-
-RUN_DIR = "TOOLKIT_RUN_DIR"
-"""The environment variable with the run's folder, for a rank that runs a script or function."""
 
 _STARTED = time.perf_counter()
 OURS = ("bytes", "attempt", "samples", "skipped")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.parallelism import count_ranks
+from toolkit.core.atomic_io import write_json
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, StrategyMismatch
 from toolkit.core.units import format_bytes
@@ -19,6 +22,8 @@ from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, part
 from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import first_names, read_pretrained
+from toolkit.run_folder.folder import Folder
+from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.given_weights import GivenWeights
 from toolkit.training.streamed_weights import StreamedWeights
 
@@ -236,6 +241,8 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
             f"{'Nothing was trained' if gradients is None else 'Training ended with its first step'}. "
             "Check versions with `toolkit doctor`."
         )
+    if rank == 0 and (run := os.environ.get(RUN_DIR)):
+        write_json(Path(run, Folder.audit), {"sharding": job.strategy.sharding, "engine": name, "ranks": ranks})
     return result
 
 

@@ -15,6 +15,7 @@ from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines import upstream
 from toolkit.engines.base import all_engines, engine_for
 from toolkit.engines.job import Job, default_ranks, resolve
 from toolkit.engines.records import job_of
@@ -39,6 +40,10 @@ STRATEGY = "TOOLKIT_STRATEGY"
 """The environment variable with the fields of a Strategy that an Accelerate config file cannot hold, as JSON."""
 
 
+TIMEOUT = "TOOLKIT_TIMEOUT"
+"""The environment variable with the limit of a collective in seconds, of `toolkit launch --timeout`."""
+
+
 def accelerator(
     strategy: Strategy | Mapping[str, Any] | None = None,
     train_config: TrainConfig | None = None,
@@ -61,7 +66,7 @@ def accelerator(
         log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
         project_dir: where trackers write.
         timeout: seconds after which a rank gives up waiting for another in a collective; by default torch's (10 minutes
-            with NCCL, 30 with gloo).
+            with NCCL, 30 with gloo), or the limit of `toolkit launch --timeout`.
         step_scheduler_with_optimizer: Accelerate's. A prepared scheduler takes a step for every rank after each optimizer
             step. False: one step a call, in micro-batches that only accumulate, too.
 
@@ -75,8 +80,10 @@ def accelerator(
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
     check_ranks(machine, ranks_sharing_devices(os.environ))
     resolved = resolve(requested, config, spec, ranks, machine.device)
-    limit = None if timeout is None else pg_timeout(timeout)
+    timeout = timeout or float(os.environ.get(TIMEOUT, "0"))
+    limit = pg_timeout(timeout) if timeout else None
     _reset_state(resolved, limit)
+    upstream.made_by_toolkit = True
     wait_at_exit()
     result: Accelerator = accelerator_class()(
         resolved,

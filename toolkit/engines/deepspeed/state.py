@@ -55,7 +55,13 @@ class ZeroState(Engine):
             buffer.data = buffer.data.to(init.local_device)
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Gather a mixture of experts whole under ZeRO-3: ranks with different routes would wait for each other."""
+        """Gather a mixture of experts whole under ZeRO-3: ranks with different routes would wait for each other.
+
+        Without a spec, set the sizes that Accelerate would read from `model.config`, where there is none.
+        """
+        config = getattr(model, "config", None)
+        if job.spec is None and not (hasattr(config, "hidden_size") or hasattr(config, "hidden_sizes")):
+            _set_sizes(model)
         if stage_of(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
             from deepspeed.utils import set_z3_leaf_modules
 
@@ -203,6 +209,18 @@ class ZeroState(Engine):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def _set_sizes(model: torch.nn.Module) -> None:
+    """Replace "auto" by Accelerate's rule for a model of this width: the shorter side of its largest weight."""
+    from accelerate.state import AcceleratorState
+
+    shapes = [getattr(p, "ds_shape", p.shape) for p in model.parameters()]
+    width = min(max(shapes, key=math.prod, default=(1,)))
+    rule = {"reduce_bucket_size": width**2, "stage3_prefetch_bucket_size": int(0.9 * width**2)}
+    rule["stage3_param_persistence_threshold"] = 10 * width
+    zero = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"]
+    zero.update({name: max(1, size) for name, size in rule.items() if zero.get(name) == "auto"})
 
 
 def masters_of(optimizer: Any) -> list[torch.Tensor]:

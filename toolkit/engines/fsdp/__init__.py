@@ -247,7 +247,8 @@ def _groups(prepared: Prepared) -> list[str]:
     """Compare the parameter groups with the request, by torch's own fields (`_fsdp_param_group.py`)."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    ours, expected = prepared.job.settings, _dtypes(prepared.job)
+    ours, plain = prepared.job.settings, not hasattr(prepared.accelerator, "job")
+    expected = {} if plain else _dtypes(prepared.job)  # a plain Accelerator has dtypes of its own
     wrapped, wrong = set(), []
     for name, module in prepared.model.named_modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None

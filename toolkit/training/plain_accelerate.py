@@ -1,0 +1,175 @@
+"""Code that makes its own `accelerate.Accelerator` (transformers' Trainer, TRL): distributed as it was launched, and audited."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from toolkit.config.train_config import TrainConfig
+from toolkit.devices.machine import hardware
+from toolkit.engines import upstream
+from toolkit.engines.deepspeed.state import free_builds
+from toolkit.engines.job import Job, resolve
+from toolkit.engines.records import Prepared
+from toolkit.engines.timeouts import pg_timeout
+from toolkit.training.metrics import log
+from toolkit.training.preparation import Audit, models_and_optimizers
+from toolkit.training.preparation import audit as audit_prepared
+from toolkit.training.setup import TIMEOUT, agree, launched
+
+FIGURES: Mapping[str, str] = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "eval_loss": "eval_loss"}
+"""Trainer's names of what a run shows → the toolkit's."""
+
+
+def audit(model: Any, optimizer: Any) -> Audit:
+    """Compare a prepared model and its optimizer with the request of the launch: engine, ranks, stage or mesh, offload.
+
+    Call it on every rank, behind `prepare`; behind the first step it measures the moments, too.
+
+    Args:
+        model: as `accelerator.prepare` returned it; of a Trainer `trainer.model_wrapped`.
+        optimizer: as `accelerator.prepare` returned it; of a Trainer `trainer.optimizer`.
+
+    Raises:
+        StrategyMismatch: where something else was prepared than the launch requested.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import extract_model_from_parallel
+
+    for owner in AcceleratorState._shared_state.get("owners", ()):
+        if model in owner._prepared:
+            return audit_prepared(Prepared(owner.job, model, optimizer, owner))
+    state = PartialState()
+    accelerator: Any = SimpleNamespace(
+        unwrap_model=extract_model_from_parallel, process_index=state.process_index, num_processes=state.num_processes
+    )
+    return audit_prepared(Prepared(_launched_job(model), model, optimizer, accelerator))
+
+
+def _launched_job(model: Any) -> Job:
+    """Return the job of the launch. Precision, adapter and clipping are the script's own."""
+    ranks, device = int(os.environ.get("WORLD_SIZE", "1")), hardware().device
+    strategy = replace(agree(None, os.environ), precision="fp32", adapter="none", attention="auto")
+    clipping = model.gradient_clipping() if hasattr(model, "gradient_clipping") else 0.0
+    return resolve(strategy, TrainConfig(max_grad_norm=clipping), None, ranks, device)
+
+
+class AuditCallback:
+    """A `TrainerCallback` of transformers: audits a Trainer in `prepare` and behind its first step, and logs its figures.
+
+    `Trainer(..., callbacks=[tk.AuditCallback()])`; under `toolkit launch` every Trainer has it.
+    """
+
+    def __init__(self) -> None:
+        """Audit every `accelerate.Accelerator` of this process from now on."""
+        import accelerate.accelerator
+
+        _audit_every_prepare(accelerate.accelerator)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Audit what the first step has made."""
+        if state.global_step == 1 and len(_prepared) == 2:
+            audit(**_prepared)
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> Any:
+        """Show Trainer's figures in the run's view and report."""
+        figures = {FIGURES[name]: value for name, value in (logs or {}).items() if name in FIGURES}
+        if figures:
+            log(state.global_step, steps=state.max_steps, **figures)
+        return control
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return an event that changes nothing."""
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda args, state, control, **_: control
+
+
+_prepared: dict[str, Any] = {}
+"""The model and the optimizer that a plain Accelerator prepared last."""
+
+
+def on_launch() -> None:
+    """Prepare a launched rank for a script. Nothing is imported now: the script may set variables first."""
+    if launched(os.environ):
+        sys.meta_path.insert(0, _OnImport())
+
+
+class _OnImport(MetaPathFinder):
+    """Changes libraries right after a script has imported them."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, Callable[[ModuleType], None]] = {
+            "accelerate.accelerator": _distribute,
+            "transformers.trainer": lambda module: module.DEFAULT_CALLBACKS.append(AuditCallback),
+        }
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in self._changes:
+            return None
+        change, spec = self._changes.pop(name), importlib.util.find_spec(name)
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+            loader.exec_module = lambda module: (execute(module), change(module))
+        return spec
+
+
+def _distribute(module: Any) -> None:
+    """Let Accelerate distribute over CPU ranks, and audit what it prepares.
+
+    Without `cpu=True` it takes each CPU rank for a run of its own, and with it ignores plugins (accelerate 1.15, state.py).
+    """
+    _audit_every_prepare(module)
+    if hardware().device.kind != "cpu" or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    use = {"ACCELERATE_USE_FSDP": DistributedType.MULTI_GPU, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
+    if os.environ.get("LOCAL_RANK") == "0":
+        free_builds()
+    kind = next((kind for name, kind in use.items() if os.environ.get(name) == "true"), None)
+    partial_init, full_init = PartialState.__init__, AcceleratorState.__init__
+
+    @functools.wraps(partial_init)
+    def on_gloo(self: Any, cpu: bool = False, **options: Any) -> None:
+        first = not PartialState._shared_state
+        if limit := os.environ.get(TIMEOUT):
+            options["timeout"] = pg_timeout(float(limit))
+        partial_init(self, cpu or not upstream.made_by_toolkit, **options)
+        if first and kind is not None and not upstream.made_by_toolkit:
+            PartialState._shared_state["distributed_type"] = kind
+
+    @functools.wraps(full_init)
+    def with_plugins(self: Any, mixed_precision: Any = None, cpu: bool = False, *args: Any, **options: Any) -> None:
+        full_init(self, mixed_precision, cpu and upstream.made_by_toolkit, *args, **options)
+
+    PartialState.__init__, AcceleratorState.__init__ = on_gloo, with_plugins
+
+
+def _audit_every_prepare(module: Any) -> None:
+    """Audit where Accelerate has prepared a model and its optimizer."""
+    original = module.Accelerator.prepare
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def prepare(self: Any, *objects: Any, **options: Any) -> Any:
+        result = original(self, *objects, **options)
+        found: Any = zip(("model", "optimizer"), models_and_optimizers(result), strict=True)
+        new = {name: items[-1] for name, items in found if items and not hasattr(self, "job")}
+        _prepared.update(new)
+        if new and len(_prepared) == 2:
+            audit(**_prepared)
+        return result
+
+    module.Accelerator.prepare = prepare
