@@ -32,8 +32,10 @@ def nothing() -> None:
 
 
 def own(path: Path, **target: Any) -> folder.Folder:
-    """A finished run of a script."""
-    return runs.own(path, target, finished=timestamp())
+    """A finished run of a script, with an audit."""
+    run = runs.own(path, target, finished=timestamp())
+    atomic_io.write_json(run.audit, {"sharding": "ddp", "engine": "DistributedDataParallel", "ranks": 2})
+    return run
 
 
 def test_no_link_leads_a_launch_out_of_its_folder(tmp_path: Path) -> None:
@@ -135,6 +137,18 @@ def test_who_goes_elsewhere_still_sees_the_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert run.status == "finished"
     assert str(tmp_path / "mine") in repr(run)
+
+
+def test_a_script_is_listed_under_the_sharding_that_an_audit_found(tmp_path: Path) -> None:
+    run = own(tmp_path / "run")
+    assert tk.attach(run.path).to_dict()["strategy"]["sharding"] == tk.report(run.path).sharding == "ddp"
+    for audit in ('{"sharding": "<b>"}', "[]", None):  # crafted, or missing
+        run.audit.write_text(audit) if audit else run.audit.unlink()
+        result = tk.attach(run.path)
+        assert result.status == result.report().status == "not audited"
+        assert result.to_dict()["strategy"]["sharding"] == result.report().to_dict()["sharding"] == "not audited"
+        assert "nothing shows how it was sharded" in result.message
+        assert "not audited" in str(tk.runs(tmp_path))
 
 
 def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
