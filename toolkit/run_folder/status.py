@@ -215,7 +215,7 @@ NOT_AUDITED = "not audited"
 def shown_sharding(folder: Folder, about: Mapping[str, Any]) -> str:
     """Return a run's sharding: of a script, module or function as an audit found it, and not as it was requested."""
     if not about.get("target"):
-        return str(about["strategy"]["sharding"])
+        return str(about["strategy"].get("sharding", "?"))
     try:
         found = read_json(folder.audit)["sharding"]
     except (OSError, ValueError, LookupError, TypeError):
