@@ -324,6 +324,29 @@ def test_a_merged_model_says_what_was_trained(name: str, limit: float, lives: Li
     assert moved > 4 * limit, "training has to show, or merging nothing would pass too"
 
 
+def test_an_adapter_is_merged_before_it_is_trained_further(lives: Lives, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    was, folder = lives("lora"), tmp_path / "adapter"
+    export(was.run, folder)
+    with pytest.raises(ModelError, match=rf"is an adapter over '{was.base}'.*toolkit export RUN --merge") as error:
+        describe(folder)
+    assert "not on this machine" not in str(error.value)
+    AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(tmp_path / "theirs")
+    load_tokenizer(describe(was.base)).save_pretrained(tmp_path / "theirs")
+    export(was.run, tmp_path / "ours", merge=True)
+    for merged in ("theirs", "ours"):
+        ours, _, _ = build(tmp_path / merged, TrainConfig(seq_len=16, lr=1e-3), adapter="lora")
+        first = said(ours.accelerator.unwrap_model(ours.model))
+        assert (first - was.logits).norm() / was.logits.norm() <= 1e-6
+        reset()
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone/base"}))
+    with pytest.raises(ModelError, match="'/gone/base' is not on this machine: give its present place"):
+        describe(folder)
+
+
 def test_merged_in_another_dtype(lives: Lives, tmp_path: Path) -> None:
     result = export(lives("lora").run, tmp_path / "out", merge=True, dtype="bf16")
     assert {stored for stored, _ in headers(tmp_path / "out").values()} == {"BF16"}
@@ -624,7 +647,7 @@ def test_a_manifest_downloads_no_model(lives: Lives, tmp_path: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, identity=named).encode())
     refused(
         ModelError,
-        r"A name in a checkpoint starts no download\. Add --model someone/model",
+        r"A name in a checkpoint starts no download: --model someone/model",
         run,
         tmp_path / "out",
     )

@@ -147,9 +147,11 @@ def _cached_folder(source: Source, name: str) -> str:
     """
     path = cached(name)
     if path is None:
+        is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+        fetch = f" A name in a checkpoint starts no download: --model {shlex.quote(name)} fetches it from the Hub."
         raise ModelError(
-            f"{source.path} was trained from model {name!r}, which is not on this machine. A name in a checkpoint starts no "
-            f"download. Add --model {shlex.quote(name)} to fetch it from the Hub, or --model FOLDER."
+            f"{source.path} was trained from model {name!r}, which is not on this machine. Add --model with its present "
+            f"folder.{'' if is_path else fetch}"
         )
     return str(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -107,7 +108,7 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
     if not path.is_file():
         fix = "Give a folder that was saved with save_pretrained, or a Hub id."
         if (path.parent / "adapter_config.json").is_file():
-            fix = "It is an adapter: give its base model."
+            fix = _adapter_fix(path.parent)
         raise ModelError(f"model {name!r} has no {path.name}. {fix}")
     try:
         values = read_json(path, finite=False)
@@ -130,6 +131,24 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
     except Exception as error:  # each config class checks its values with its own exceptions
         raise ModelError(f"model {name!r}: transformers refuses its {path.name}: {first_line(error)}") from error
     return config
+
+
+def _adapter_fix(folder: Path) -> str:
+    """Return how to go on from an adapter's folder."""
+    base, moved = "", ""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        name = str(read_json(folder / "adapter_config.json")["base_model_name_or_path"])
+        base = f" over {name!r}"
+        moved = (
+            ""
+            if local_folder(name)
+            else f" {name!r} is not on this machine: give its present place in adapter_config.json."
+        )
+    return (
+        f"It is an adapter{base}, and training starts from whole weights. Merge it: `toolkit export RUN --merge -o FOLDER`, "
+        f"or of other tools `peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+        f".save_pretrained(FOLDER)` with the base's tokenizer.{moved} Then give FOLDER, and train a new adapter over it."
+    )
 
 
 def check_depth(name: str, values: Mapping[str, Any]) -> None:
