@@ -72,6 +72,7 @@ class FSDP(FSDPForecast):
             cpu_offload=ours["offload"],
             cpu_ram_efficient_loading=not job.strategy.quantized,
             activation_checkpointing=False,
+            state_dict_type="SHARDED_STATE_DICT",  # of `save_state`, which would gather model and moments on rank 0
         )
         kwargs: dict[str, Any] = {
             "fsdp_plugin": plugin,
@@ -106,7 +107,8 @@ class FSDP(FSDPForecast):
             "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_offload_params": strategy.offload == "cpu",
             "fsdp_reshard_after_forward": strategy.sharding != "fsdp_grad_op",
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            # HF Trainer's `save_model` silently leaves no weights with any other.
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
         }
         content = super().to_yaml(strategy, ranks, nodes) | {"distributed_type": "FSDP", "fsdp_config": config}
         if strategy.dp_replicate > 1:
