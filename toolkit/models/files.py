@@ -48,7 +48,7 @@ def hub_file(name: str, commit: str | None = None) -> Path:
         errors.RepositoryNotFoundError: "is not on the Hub, or it is private: check the name, or `hf auth login`.",
         errors.RevisionNotFoundError: f"has no commit {commit} on the Hub. Copy it from the page of its files.",
         errors.LocalEntryNotFoundError: unreachable(name, commit) + enough,
-        errors.EntryNotFoundError: "has no config.json on the Hub: expected a whole transformers model, or an adapter merged into one.",
+        errors.EntryNotFoundError: "has no config.json on the Hub: expected a whole transformers model. Merge an adapter into one.",
     }
     # Without a network huggingface_hub would retry for 23 s, with a warning each time.
     offline = not hub_reachable()
