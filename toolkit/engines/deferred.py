@@ -18,15 +18,8 @@ if TYPE_CHECKING:
 METADATA = {
     *("dtype", "device", "layout", "requires_grad", "requires_grad_", "is_leaf", "is_meta", "is_cuda", "is_cpu"),
     *("grad", "grad_fn", "is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_contiguous", "is_nested"),
-    *(
-        "stride",
-        "data_ptr",
-        "element_size",
-        "itemsize",
-        "untyped_storage",
-        "_version",
-        "_has_compatible_shallow_copy_type",
-    ),
+    *("stride", "data_ptr", "element_size", "itemsize", "untyped_storage", "_version"),
+    "_has_compatible_shallow_copy_type",
     *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks"),
 }
 """Attributes and functions of a tensor that need no values."""

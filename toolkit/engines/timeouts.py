@@ -105,11 +105,8 @@ def meet(accelerator: Accelerator, call: str, advice: str) -> None:
 
     if accelerator.num_processes == 1:
         return
-    store, key, ranks = (
-        dist.distributed_c10d._get_default_store(),
-        f"toolkit/{call}/{_met[call]}",
-        accelerator.num_processes,
-    )
+    store, ranks = dist.distributed_c10d._get_default_store(), accelerator.num_processes
+    key = f"toolkit/{call}/{_met[call]}"
     limit, pause = 0.9 * limit_of(accelerator), 0.001
     end = time.monotonic() + limit
     store.add(key, 1)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.models.hf_loading import first_names
+from toolkit.models.hf_loading import first_names, set_tensor
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -78,9 +78,9 @@ def ties_kept(model: Any) -> Iterator[None]:
 
     def tie(*_: Any, **__: Any) -> None:
         for name, first in names.items():
-            (owner, leaf), (source, tensor) = (path.rpartition(".")[::2] for path in (name, first))
             if name != first:
-                setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), tensor))
+                source, leaf = first.rpartition(".")[::2]
+                set_tensor(model, name, getattr(model.get_submodule(source), leaf))
 
     model.tie_weights = tie
     try:

@@ -81,6 +81,12 @@ def check_tied(spec: ModelSpec) -> None:
                 )
 
 
+def set_tensor(model: Any, name: str, tensor: Any) -> None:
+    """Replace a parameter or buffer by its full name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, tensor)
+
+
 def first_names(model: torch.nn.Module, *, buffers: bool = True) -> dict[str, str]:
     """Return every name of a parameter or buffer → the first name of the same tensor. Engines know it by that one."""
     others = model.named_buffers(remove_duplicate=False) if buffers else ()

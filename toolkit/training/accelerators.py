@@ -289,11 +289,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     def _check_rates(self, optimizer: Any) -> None:
         """Compare the rates that an optimizer steps with and those that its prepared scheduler has set."""
         rates = [group["lr"] for group in optimizer.param_groups]
-        for scheduler in self._schedulers:
+        for scheduler in self._schedulers if len(self._optimizers) == 1 else ():
             owner = getattr(scheduler.scheduler, "optimizer", None)
-            if owner is None or len(self._optimizers) > 1:
-                continue
-            if rates != (own := [group["lr"] for group in owner.param_groups]):
+            if owner is not None and rates != (own := [group["lr"] for group in owner.param_groups]):
                 raise StrategyMismatch(
                     f"the optimizer steps with the learning rates {rates}, and its scheduler has set {own}. Make the "
                     "scheduler from the optimizer that is prepared."

@@ -36,6 +36,7 @@ from toolkit.models.hf_loading import (
     kept_in_fp32,
     load_tokenizer,
     quiet_bars,
+    set_tensor,
     without_engine,
 )
 from toolkit.models.varlen import register_varlen
@@ -184,7 +185,7 @@ class Reader:
             element = parameter.data[(0,) * parameter.dim()].to(_dtype(dtypes[name]))
             parameter.data = element.expand(parameter.shape)
         for name, buffer in buffers[0].items():
-            _replace(model, name, buffer.cpu())
+            set_tensor(model, name, buffer.cpu())
         return model
 
     def defer(self) -> PreTrainedModel | None:
@@ -260,7 +261,7 @@ class Reader:
         self._freeze(model)
         for name, parameter in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            _replace(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))
+            set_tensor(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))
         model.tie_weights()
         freeze(model, self.spec)
         return model
@@ -287,12 +288,6 @@ def _widen(model: Any) -> None:
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items()):
         if in_fp32(name):
             tensor.data = tensor.data.float()
-
-
-def _replace(model: Any, name: str, tensor: torch.Tensor) -> None:
-    """Replace a parameter or buffer by its full name."""
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def _copy_from_file(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from toolkit.engines.states import persistent_buffers
 from toolkit.engines.timeouts import on_main
 from toolkit.models import ModelSpec
 from toolkit.models.files import SAFETENSORS_DTYPES
-from toolkit.models.hf_loading import disk_layouts, open_tensors
+from toolkit.models.hf_loading import disk_layouts, open_tensors, set_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,7 @@ class StreamedWeights:
         if weights is None:
             return None
         for name, buffer in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, weights.share(name).to("cpu", buffer.dtype, copy=True))
+            set_tensor(model, name, weights.share(name).to("cpu", buffer.dtype, copy=True))
         for module in packed.values():  # their options are the same
             weights._packing = {"storage": module.weight.quant_storage, "kind": module.weight.quant_type}
         return weights

@@ -18,7 +18,7 @@ from toolkit.engines.shards import Shard
 from toolkit.engines.states import can_stream, persistent_buffers
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.upstream import patched, shard_with_fsdp, ties_kept
-from toolkit.models.hf_loading import first_names
+from toolkit.models.hf_loading import first_names, set_tensor
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -398,7 +398,6 @@ def _fill(
         del shard
     for name, buffer in persistent_buffers(model).items():
         if buffer.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, own[name])
+            set_tensor(model, name, own[name])
     if weights is not None:
         weights.close()
