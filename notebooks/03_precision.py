@@ -30,6 +30,7 @@ SHARDINGS = "ddp,zero2,zero3,fsdp"  # their ledgers are compared
 STAGES = "zero3,fsdp"  # those that are looked into at each stage
 SCALE = 2.0**24  # what the loss is multiplied by at first: so much that fp16 overflows
 TOKENS = 1024 if GPU else 64  # of a batch in the loops that are written out here
+BATCH = {} if GPU else {"micro_batch": 1, "seq_len": 128}  # of the runs: some processors take 9 s for 2,048 tokens in bf16
 
 # %%
 import itertools
@@ -317,9 +318,8 @@ table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
 
 # %%
 if "zero3" in able:
-    run = tk.launch(
-        "toolkit.finetune", tk.Strategy(sharding="zero3", precision="fp16"), processes=RANKS, steps=STEPS, save=False
-    )
+    fp16_zero3 = tk.Strategy(sharding="zero3", precision="fp16")
+    run = tk.launch("toolkit.finetune", fp16_zero3, processes=RANKS, steps=STEPS, save=False, **BATCH)
     events = read_events(run.wait().folder / "events.jsonl")
     assert len(events) == STEPS
     said = f"{sum(event['skipped'] for event in events)} of {len(events)} steps were skipped."
@@ -338,7 +338,7 @@ WORDS = SHARDINGS.split(",")
 runs = {}
 for word in WORDS:
     strategy = tk.Strategy(sharding=word, precision="bf16")
-    run = tk.launch("toolkit.finetune", strategy, processes=RANKS, steps=STEPS, save=False, save_seconds=0)
+    run = tk.launch("toolkit.finetune", strategy, processes=RANKS, steps=STEPS, save=False, save_seconds=0, **BATCH)
     runs[word] = run.wait(progress=word == WORDS[0])  # the first one is shown live
 
 audits = {word: run.memory["audits"][0]["measured"] for word, run in runs.items()}
@@ -406,6 +406,7 @@ def look(folder, out):
     import toolkit as tk
     from toolkit.engines.base import engine_of
     from toolkit.engines.shards import overlaps, parts, whole_box
+    from toolkit.training.given_weights import GivenWeights
     from toolkit.training.loop import make_optimizer, make_schedule
     from toolkit.training.preparation import restore_masters
 
@@ -418,6 +419,7 @@ def look(folder, out):
     train_config = tk.job(accelerator).train_config
     optimizer = make_optimizer(model, train_config)
     schedule = make_schedule(optimizer, train_config)
+    given = GivenWeights(tk.job(accelerator), model, hashed=False)
     accelerator.from_checkpoint.clear()  # so that prepare leaves the masters as upstream makes them
     model, optimizer = accelerator.prepare(model, optimizer)
     ours = tk.prepared(accelerator, (model, optimizer))
@@ -437,7 +439,7 @@ def look(folder, out):
         return worst
 
     seen["masters off, upstream"] = rounded()
-    restore_masters(ours)  # what prepare adds
+    restore_masters(ours, given, from_checkpoint=True)  # what prepare adds
     seen["masters off, toolkit"] = rounded()
     held = audit(ours).measured.dtypes
     seen["preparation"] = held["trainable"] + (f", masters {held['master']}" if "master" in held else "")

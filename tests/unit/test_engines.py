@@ -279,6 +279,24 @@ def test_each_optimizer_clips_what_it_steps(make: Callable[..., Any]) -> None:
         ours.clip_grad_norm_(teacher.parameters(), 1.0)
 
 
+def test_a_converted_loop_clips_where_it_says_so(make: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """As Accelerate: without a TrainConfig, nothing is clipped until `clip_grad_norm_` is called, and then to its norm."""
+    ours = make(None)
+    model, optimizer = ours.prepare(*linear())
+    for limit, norm in ((None, 6.0), (3.0, 3.0), (9.0, 6.0)):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        ours.backward(3 * model(torch.ones(1, 4, device=ours.device)).sum())
+        if limit:
+            assert float(ours.clip_grad_norm_(model.parameters(), limit)) == 6.0
+        optimizer.step()
+        torch.testing.assert_close((model.weight - before).norm().item(), norm)
+    assert "clips" not in capsys.readouterr().out
+    ours.end_training()
+    make(TrainConfig(accumulation=2)).prepare(*linear())
+    assert "prepare: each step clips the gradient norm at 1," in capsys.readouterr().out
+
+
 def test_fp16_unscales_once_and_a_skipped_step_is_none_of_the_schedule(make: Callable[..., Any]) -> None:
     """torch's GradScaler, set up as Accelerate does it for fp16 on a GPU."""
     ours = make(TrainConfig(max_grad_norm=0.0))

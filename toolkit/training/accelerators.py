@@ -58,7 +58,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     - The gradient is the mean over `TrainConfig.accumulation` micro-batches. A loader's incomplete rest is one step too, and
       its sum is divided by `accumulation`, as Accelerate does.
     - A prepared optimizer's `step` clips the norm of all gradients that it steps with to `TrainConfig.max_grad_norm` once, with
-      and without a call of `clip_grad_norm_`, and takes no step where the norm is not finite.
+      and without a call of `clip_grad_norm_`, and takes no step where the norm is not finite. At 0, as without a TrainConfig,
+      it clips where the loop calls `clip_grad_norm_`.
     - A prepared scheduler steps as Accelerate's: once for every rank, and neither in a micro-batch that only accumulates nor
       after a step that was skipped. A line says so.
     - Every rank gets rank 0's buffers.
@@ -75,8 +76,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Models with the checkpoint's values. `prepare` makes their fp32 masters exact."""
         self.unlike_spec: str | None = None
         """The difference of the prepared model from the job's spec."""
-        self.hashes_weights = True
-        """Compare the prepared weights with the module's. The recipe prepares what it has just loaded."""
+        self.own_loop = True
+        """A user's loop: prepared weights are compared with the module's, and a line says what differs from Accelerate."""
         self._given: WeakKeyDictionary[torch.nn.Module, GivenWeights] = WeakKeyDictionary()
         self._prepared: WeakSet[torch.nn.Module] = WeakSet()
         self.sharded: dict[torch.nn.Module, Prepared] = {}
@@ -150,7 +151,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         for model in models:
             self._before_prepare(model)
             if optimizers or not engine_of(self.job.strategy).prepares_pair:
-                self._given[model] = GivenWeights(self.job, model, hashed=self.hashes_weights)
+                self._given[model] = GivenWeights(self.job, model, hashed=self.own_loop)
         with phase("prepare"), engine_environment(self.job), freed_at_once():
             result = self._prepare_upstream(objects, models, optimizers, device_placement)
             self._prepared.update(models_and_optimizers(result)[0])
@@ -223,6 +224,12 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             self.print(
                 f"prepare: the scheduler takes {self.num_processes} steps an optimizer step, one for every rank, as in Accelerate. "
                 "tk.accelerator(step_scheduler_with_optimizer=False) leaves all its steps to the loop."
+            )
+        limit = self.job.train_config.max_grad_norm
+        if self.own_loop and limit and len(self._optimizers) > len(earlier):
+            self.print(
+                f"prepare: each step clips the gradient norm at {limit:g}, with and without clip_grad_norm_. "
+                "tk.TrainConfig(max_grad_norm=0) clips nothing."
             )
         if self._deepspeed and optimizers:
             # `backward` uses the engine that was made first, which may be a teacher's.
@@ -329,6 +336,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     ) -> torch.Tensor | None:
         """Clip to `TrainConfig.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
 
+        Where the job clips at 0, it clips to any norm, but for DeepSpeed, which has stepped in `backward`.
+
         Returns:
             The global L2 norm before clipping, over all ranks and all optimizers of these parameters. None in a
             micro-batch that only accumulates.
@@ -338,12 +347,15 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """
         import torch
 
+        max_norm = float(max_norm)
+
         ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         limit = self.job.train_config.max_grad_norm
-        if float(max_norm) not in (limit, limit or math.inf) or float(norm_type) != 2:
+        any_norm = not limit and not self._deepspeed
+        if not (any_norm or max_norm in (limit, limit or math.inf)) or float(norm_type) != 2:
             raise StrategyError(
-                f"clip_grad_norm_ got max_norm {float(max_norm):g} (norm_type {float(norm_type):g}), and the job clips the L2 "
-                f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={float(max_norm):g}), or call it "
+                f"clip_grad_norm_ got max_norm {max_norm:g} (norm_type {float(norm_type):g}), and the job clips the L2 "
+                f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={max_norm:g}), or call it "
                 f"with {limit:g}."
             )
         owners = {optimizer: {id(p) for p in self._parameters_of(optimizer)} for optimizer in self._optimizers}
@@ -356,7 +368,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             )
         if not self.sync_gradients:
             return None
-        norms = [norm for optimizer in selection if (norm := self._clip(optimizer)) is not None]
+        norms = [norm for optimizer in selection if (norm := self._clip(optimizer, max_norm)) is not None]
         if len(norms) < 2:
             return norms[0] if norms else None
         together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -373,8 +385,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             "Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
         )
 
-    def _clip(self, optimizer: Any) -> torch.Tensor | None:
-        """Clip the gradients that an optimizer steps with, once a step. DeepSpeed has done it in `backward`."""
+    def _clip(self, optimizer: Any, limit: float = 0.0) -> torch.Tensor | None:
+        """Clip the gradients that an optimizer steps with, once a step. DeepSpeed has done it in `backward`.
+
+        `limit`: for a job that clips at 0, which is no limit.
+        """
         import torch
 
         if self._deepspeed:
@@ -383,8 +398,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return None if norm is None else torch.tensor(float(norm) if norm >= 0 else math.inf, device=self.device)
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
-            parameters, limit = self._parameters_of(optimizer), self.job.train_config.max_grad_norm or math.inf
-            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(parameters, limit)
+            limit = self.job.train_config.max_grad_norm or limit or math.inf
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(self._parameters_of(optimizer), limit)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:

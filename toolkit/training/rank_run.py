@@ -127,7 +127,7 @@ class RankRun:
             project_dir=str(self.folder.path),
             timeout=max(self.config.timeout, LOADING_TIMEOUT),
         )
-        self.accelerator.hashes_weights = False  # it prepares what it has just loaded
+        self.accelerator.own_loop = False
         seed_everything(self.accelerator)
         self.rank = self.accelerator.process_index
         self.beat.stage = self.job.coordinates(self.rank).pp

@@ -61,7 +61,8 @@ def accelerator(
 
     Args:
         strategy: the request.
-        train_config: the step; by default `TrainConfig()`. A DeepSpeed file of `accelerate launch` sets fields of it, too.
+        train_config: the step; by default `TrainConfig(max_grad_norm=0)`: as in Accelerate, the loop alone clips. A DeepSpeed
+            file of `accelerate launch` sets fields of it, too.
         spec: of the model that will be loaded. Without it, DeepSpeed's buckets stay "auto".
         log_with: Accelerate's trackers by name, separated by commas: `tensorboard`, `trackio`, `wandb`, …
         project_dir: where trackers write.
@@ -262,11 +263,13 @@ def agree(
 def agree_train_config(requested: TrainConfig | Mapping[str, Any] | None, environ: Mapping[str, str]) -> TrainConfig:
     """Merge a TrainConfig, or fields of one, with the launch environment: a DeepSpeed file sets a part of the step.
 
+    Without one, nothing is clipped, as in Accelerate.
+
     Raises:
         StrategyError: for a field with two different values; a default of `requested` is no request.
     """
     fields = differing(requested) if isinstance(requested, TrainConfig) else dict(requested or {})
-    bound: dict[str, Any] = {}
+    bound: dict[str, Any] = {"max_grad_norm": 0.0} if requested is None else {}
     for engine in all_engines():
         bound |= engine.train_config_from_env(environ)
     return _merge(TrainConfig, fields, bound)
