@@ -30,7 +30,9 @@ SHARDINGS = "ddp,zero2,zero3,fsdp"  # their ledgers are compared
 STAGES = "zero3,fsdp"  # those that are looked into at each stage
 SCALE = 2.0**24  # what the loss is multiplied by at first: so much that fp16 overflows
 TOKENS = 1024 if GPU else 64  # of a batch in the loops that are written out here
-BATCH = {} if GPU else {"micro_batch": 1, "seq_len": 128}  # of the runs: some processors take 9 s for 2,048 tokens in bf16
+BATCH = (
+    {} if GPU else {"micro_batch": 1, "seq_len": 128}
+)  # of the runs: some processors take 9 s for 2,048 tokens in bf16
 
 # %%
 import itertools
