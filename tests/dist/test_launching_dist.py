@@ -150,6 +150,27 @@ def test_trls_trainer_is_sharded_as_launched(tmp_path: Path) -> None:
     assert run.progress.step == run.progress.steps == 2
 
 
+def test_a_call_on_one_rank_ends_with_the_line_to_write(tmp_path: Path) -> None:
+    """Within `timeout`, also when the run is resumed."""
+
+    def generate_on_one(folder: str) -> None:
+        import transformers
+
+        accelerator = tk.accelerator(spec=tk.describe(folder))
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        if accelerator.is_main_process:
+            model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=2)
+        accelerator.wait_for_everyone()
+
+    args = (str(tiny.llama(tmp_path / "llama")),)
+    run = tk.launch(generate_on_one, "fsdp", processes=2, run_dir=tmp_path / "run", args=args, timeout=4)
+    with pytest.raises(RunError, match=r"generate was called on 1 of 2 ranks.* in 3.* s\. .*Generate on all of them"):
+        run.wait()
+    with pytest.raises(RunError, match="generate was called on 1 of 2 ranks"):
+        tk.resume(run).wait()
+
+
 HOSTILE = "import os; open(os.environ['RAN'], 'a').write(__file__)\n"
 MINE = """
 import os

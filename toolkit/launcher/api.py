@@ -49,6 +49,9 @@ CLAIM_SECONDS = 1.0
 OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartPolicy}
 """Owners of the fields that `launch` takes."""
 
+OWN = ("timeout",)
+"""Fields outside Strategy that code of one's own takes."""
+
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
 """Environment variables of a launcher, by prefix and by name: the rank of a process, and its sharding."""
@@ -77,7 +80,8 @@ def launch(
         run_dir: a new folder; None: `runs/<time>-<sharding>`.
         args: a function's arguments, or the command line of a module or script.
         kwargs: a function's keyword arguments.
-        fields: of RunConfig, TrainConfig, RestartPolicy and Strategy: `steps=20`, `data="chat.jsonl"`, `model=spec`.
+        fields: of RunConfig, TrainConfig, RestartPolicy and Strategy: `steps=20`, `data="chat.jsonl"`, `model=spec`. Code of
+            your own takes those of Strategy, and `timeout`.
 
     Raises:
         ToolkitError: for an invalid request, before a process starts. `wait` raises the run's own errors.
@@ -97,6 +101,7 @@ def launch(
         if recipe:
             command = ["train", *words, *to_flags(*options.values())]
         else:
+            words += spell({name: fields[name] for name in OWN if name in fields})
             command = ["launch", *words, *to_flags(strategy_), *_digest_flags(shipped), *shipped.words]
         print_default(ranks, machine, processes)
         return _start(folder, command, function, strategy_)
@@ -164,7 +169,7 @@ def _sort_options(
         if name not in owner_of:
             known = ", ".join(sorted(owner_of))
             raise StrategyError(f"launch has no argument {name!r}.{nearest(name, owner_of)} Known: {known}.")
-        if not recipe and owner_of[name] != "strategy":
+        if not recipe and owner_of[name] != "strategy" and name not in OWN:
             raise StrategyError(
                 f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
             )

@@ -67,7 +67,7 @@ def run_script(
         record = {
             "strategy": fields,
             "train_config": {},
-            "run_config": {},
+            "run_config": {"timeout": timeout} if timeout else {},
             "target": dataclasses.asdict(target),
             "ranks": ranks,
             "parallelism": dataclasses.asdict(job.parallelism),
