@@ -45,6 +45,7 @@ class GradientWatch:
 
         self._strategy, self._refuses = job.strategy, engine_of(job.strategy).needs_every_gradient
         self._names: dict[int, str] = {}
+        self._frozen: dict[int, str] = {}
         self._first: set[str] | None = None
         self._note(model, "")
         for name, part in model.named_modules():
@@ -53,7 +54,9 @@ class GradientWatch:
 
     def _note(self, module: Any, prefix: str) -> None:
         named = module.named_parameters(prefix=prefix)
-        self._names |= {id(each): name.removeprefix("module.") for name, each in named if each.requires_grad}
+        for name, each in named:
+            trained = self._names if each.requires_grad else self._frozen
+            trained[id(each)] = name.removeprefix("module.")
 
     def check(self, reached: set[int]) -> str | None:
         """Compare the parameters that a backward reaches with the first backward's. The first is a collective.
@@ -64,6 +67,8 @@ class GradientWatch:
         from accelerate.utils import gather_object
 
         names = {name for key, name in self._names.items() if key in reached}
+        if unfrozen := sorted(name for key, name in self._frozen.items() if key in reached and key not in self._names):
+            raise StrategyError(self._sentence(unfrozen[0], "gets a gradient, and it was frozen in prepare"))
         if not names:  # the loss is another model's
             return None
         missing = sorted({*self._names.values()} - names)
@@ -86,7 +91,7 @@ class GradientWatch:
         able = [word for word, row in SHARDINGS.items() if "find" in row.unused_parameters and word != "none"]
         return (
             f"{name} {what}. Sharding {self._strategy.sharding!r} would train it otherwise than one process does. Freeze it with "
-            "requires_grad_(False), use it in every step on every rank, or choose unused_parameters 'find' with sharding "
+            "requires_grad_(False) before prepare and leave it so, use it in every step on every rank, or choose unused_parameters 'find' with sharding "
             f"{', '.join(able)}."
         )
 

@@ -24,16 +24,21 @@ from toolkit.engines.upstream import patched
 from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
 from toolkit.training.given_weights import GivenWeights
+from toolkit.training.model_checks import (
+    check_adapter,
+    check_copies,
+    check_divisible,
+    check_optimizers,
+    check_uniform,
+)
 from toolkit.training.model_methods import checkpoint_in_training_only, gather_in_methods, refuse_parts
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
-    check_copies,
-    check_divisible,
     check_pair,
-    check_uniform,
     models_and_optimizers,
     restore_masters,
+    share_statistics,
     unlike_spec,
 )
 
@@ -68,7 +73,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     def __init__(self, job: Job, timeout: timedelta | None = None, **options: Any) -> None:
         from accelerate.state import AcceleratorState
-        from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+        from accelerate.utils import GradientAccumulationPlugin
 
         self.job = job
         self.ended = False
@@ -88,6 +93,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """fp16's scaler has unscaled the gradients of this step."""
         self._took_step = False
         """DeepSpeed took a step in `backward`, and the loop has not called `step` since."""
+        self._has_gradients = False
+        """The loop called `backward` since the last step."""
         with engine_environment(job):
             super().__init__(
                 **engine_of(job.strategy).accelerator_kwargs(job, timeout),
@@ -95,8 +102,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     num_steps=job.train_config.accumulation,
                     sync_each_batch=engine_of(job.strategy).sync_each_batch,
                 ),
-                # `data` shards the batches: their order does not depend on the number of ranks.
-                dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
                 **options,
             )
         AcceleratorState._shared_state.setdefault("owners", WeakSet()).add(self)
@@ -190,23 +195,27 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             check_pair(models, optimizers)
         new = [item for item in optimizers if item not in self._optimizers]
         count = len(self._optimizers) + len(new)
+        check_optimizers(self.job, models, optimizers)
         if new and count > 1 and (self._deepspeed or self.scaler is not None):
             what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
             raise StrategyError(
                 f"prepare got {count} optimizers in all, and {what} can step one. Give one optimizer with several parameter "
-                "groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32'."
+                "groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32', each model with its optimizer in a "
+                "call of prepare of its own."
             )
 
     def _before_prepare(self, model: torch.nn.Module) -> None:
         engine = engine_of(self.job.strategy)
+        check_adapter(self.job.strategy, model)
         check_uniform(self.job, model)
         check_divisible(self.job, model)
         check_copies(model)
         engine.before_prepare(self.job, model)
         checkpoint_in_training_only(model)
         keep_packing(model)  # a user's own may be quantized, too
-        if not engine.broadcasts_buffers:
+        if not engine.broadcasts_buffers and self.num_processes > 1:
             broadcast_buffers(model)
+            share_statistics(model)
 
     def _prepare_upstream(
         self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None
@@ -284,14 +293,23 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
+                self._check_backward()
                 self._check_rates(optimizer)
                 self._check_finite(self._clip(optimizer))
             upstream()
             if self.sync_gradients:
                 self._norms.pop(id(optimizer), None)
-                self._unscaled = self._took_step = False
+                self._unscaled = self._took_step = self._has_gradients = False
 
         optimizer.step = MethodType(step, optimizer)
+
+    def _check_backward(self) -> None:
+        """Refuse a step without `accelerator.backward`, with which nothing would be trained under DeepSpeed."""
+        if self._deepspeed and not self._has_gradients:
+            raise StrategyError(
+                f"optimizer.step() came without accelerator.backward(loss), and sharding {self.job.strategy.sharding!r} trains "
+                "nothing after loss.backward(). Write accelerator.backward(loss)."
+            )
 
     def _check_rates(self, optimizer: Any) -> None:
         """Compare the rates that an optimizer steps with and those that its prepared scheduler has set."""
@@ -303,6 +321,20 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     f"the optimizer steps with the learning rates {rates}, and its scheduler has set {own}. Make the "
                     "scheduler from the optimizer that is prepared."
                 )
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return int(super().gradient_accumulation_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if self._deepspeed and steps != self.gradient_accumulation_steps:
+            raise StrategyError(
+                f"gradient_accumulation_steps = {steps}: DeepSpeed takes the number when the Accelerator is made. Give "
+                f"tk.accelerator(train_config=tk.TrainConfig(accumulation={steps}))."
+            )
+        self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -322,6 +354,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self._norms.clear()
         self._unscaled = False
         super().backward(loss, **options)
+        self._has_gradients = True
         # A step that DeepSpeed skipped for its norm is no step, and the loop may leave `step` out.
         self._took_step = self._deepspeed and self.sync_gradients and _is_finite(self._clip(self._optimizers[0]))
 
@@ -336,23 +369,24 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
     ) -> torch.Tensor | None:
         """Clip to `TrainConfig.max_grad_norm`, as `step` otherwise does. In a micro-batch that only accumulates it does nothing.
 
-        Where the job clips at 0, it clips to any norm, but for DeepSpeed, which has stepped in `backward`.
+        Where the job clips at 0, these parameters are clipped together to `max_norm`, as in Accelerate; DeepSpeed, which has
+        stepped in `backward`, refuses.
 
         Returns:
             The global L2 norm before clipping, over all ranks and all optimizers of these parameters. None in a
             micro-batch that only accumulates.
 
         Raises:
-            StrategyError: for another norm than the job's, and for a part of the parameters.
+            StrategyError: for another norm than the job's, and then for a part of the parameters.
         """
         import torch
 
-        max_norm = float(max_norm)
-
-        ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        limit = self.job.train_config.max_grad_norm
-        any_norm = not limit and not self._deepspeed
-        if not (any_norm or max_norm in (limit, limit or math.inf)) or float(norm_type) != 2:
+        max_norm, limit = float(max_norm), self.job.train_config.max_grad_norm
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not limit and not self._deepspeed and float(norm_type) == 2:
+            return self._clip_given(parameters, max_norm or math.inf)
+        ids = set(map(id, parameters))
+        if max_norm not in (limit, limit or math.inf) or float(norm_type) != 2:
             raise StrategyError(
                 f"clip_grad_norm_ got max_norm {max_norm:g} (norm_type {float(norm_type):g}), and the job clips the L2 "
                 f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={max_norm:g}), or call it "
@@ -368,7 +402,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             )
         if not self.sync_gradients:
             return None
-        norms = [norm for optimizer in selection if (norm := self._clip(optimizer, max_norm)) is not None]
+        norms = [norm for optimizer in selection if (norm := self._clip(optimizer)) is not None]
         if len(norms) < 2:
             return norms[0] if norms else None
         together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -385,10 +419,23 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             "Give tk.TrainConfig(max_grad_norm=…), which clips the L2 norm on every engine."
         )
 
-    def _clip(self, optimizer: Any, limit: float = 0.0) -> torch.Tensor | None:
+    def _clip_given(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor | None:
+        """Clip the gradients of these parameters together. fp16's scaler unscales them once a step."""
+        if self.scaler is not None and not self.sync_gradients:
+            return None
+        self.unscale_gradients()
+        norm, ids = engine_of(self.job.strategy).clip(parameters, limit), set(map(id, parameters))
+        for optimizer in self._optimizers:
+            if ids.issuperset(map(id, self._parameters_of(optimizer))):
+                self._norms[id(optimizer)] = norm
+        return norm
+
+    def _clip(self, optimizer: Any) -> torch.Tensor | None:
         """Clip the gradients that an optimizer steps with, once a step. DeepSpeed has done it in `backward`.
 
-        `limit`: for a job that clips at 0, which is no limit.
+        Returns:
+            Their norm before; None where it is not known: DeepSpeed's before the first step, and that of sparse gradients
+            without a limit.
         """
         import torch
 
@@ -398,8 +445,10 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return None if norm is None else torch.tensor(float(norm) if norm >= 0 else math.inf, device=self.device)
         if id(optimizer) not in self._norms:
             self.unscale_gradients()
-            limit = self.job.train_config.max_grad_norm or limit or math.inf
-            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(self._parameters_of(optimizer), limit)
+            parameters, limit = self._parameters_of(optimizer), self.job.train_config.max_grad_norm
+            if not limit and any(each.grad is not None and each.grad.is_sparse for each in parameters):
+                return None
+            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(parameters, limit or math.inf)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:

@@ -37,20 +37,28 @@ class EpochOrder:
         self._resumed: States = {}
         """To begin the next epoch with; empty without an epoch that was resumed in its middle."""
         self._ended = False
+        self._left = False
+        """The loop left the last epoch in its middle."""
 
     def iterate(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Yield the epoch's batches of the loader, or of one that skips its first batches."""
         resumed, self._resumed = self._resumed, {}
+        if "left.epoch" in resumed and loader is self._loader():
+            resumed = {}  # the loop left that epoch for this one
         now = self._read(loader)
         if resumed:
             write_generators(resumed)
-        self._begun, self._ended = resumed or now, False
-        for number, batch in enumerate(batches):
-            if resumed and number == 0:
-                write_generators(now)  # the order is drawn
-            self._ended = loader.end_of_dataloader
-            yield batch
-        self._ended = True
+            self._write_own(resumed)
+        self._begun, self._ended, self._left = resumed or now, False, False
+        try:
+            for number, batch in enumerate(batches):
+                if resumed and number == 0:
+                    write_generators(now)  # the order is drawn
+                self._ended = loader.end_of_dataloader
+                yield batch
+            self._ended = True
+        finally:
+            self._left = True
         if (prepared := self._loader()) is not None:
             prepared.iteration = loader.iteration
 
@@ -60,19 +68,24 @@ class EpochOrder:
         own = {f"own.{number}": generator.get_state() for number, generator in enumerate(self._own)}
         return {**read_generators(), **own, "epoch": torch.tensor(loader.iteration)}
 
+    def _write_own(self, states: States) -> None:
+        for number, generator in enumerate(self._own):
+            generator.set_state(states[f"own.{number}"])
+
     def state(self) -> States:
         """Return what a resumed run needs: the states at the beginning of an epoch that has not ended, or those of now."""
         import torch
 
-        if self._resumed or (self._begun and not self._ended):
-            return {**(self._resumed or self._begun), "middle": torch.tensor(True)}
         states = self._read(self._loader())
+        if self._resumed or (self._begun and not self._ended):
+            left = {f"left.{name}": each for name, each in states.items()} if self._left else {}
+            return {**left, **(self._resumed or self._begun), "middle": torch.tensor(True)}
         return {**states, "epoch": self._begun["epoch"] + 1} if self._begun else states
 
     def resume(self, states: States) -> None:
         """Begin the next epoch with these states."""
-        for number, generator in enumerate(self._own):
-            generator.set_state(states[f"own.{number}"])
+        left = {name.removeprefix("left."): each for name, each in states.items() if name.startswith("left.")}
+        self._write_own(left or states)
         if (loader := self._loader()) is not None:
             loader.iteration = int(states["epoch"])
         self._resumed, self._begun = states if "middle" in states else {}, {}
@@ -142,12 +155,14 @@ def _order_of(loader: Any) -> EpochOrder | None:
 @functools.cache
 def _follow_loaders() -> None:
     """Let each loader of Accelerate tell its order of its epochs, `accelerate.skip_first_batches` included."""
-    from accelerate.data_loader import DataLoaderShard
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
-    upstream = DataLoaderShard.__iter__
+    def following(upstream: Any) -> Any:
+        def iterate(self: Any) -> Iterator[Any]:
+            order = _order_of(self)
+            return upstream(self) if order is None else order.iterate(upstream(self), self)
 
-    def iterate(self: Any) -> Iterator[Any]:
-        order = _order_of(self)
-        return upstream(self) if order is None else order.iterate(upstream(self), self)
+        return iterate
 
-    DataLoaderShard.__iter__ = iterate
+    for kind in (DataLoaderShard, DataLoaderDispatcher):
+        kind.__iter__ = following(kind.__iter__)

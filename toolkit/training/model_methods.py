@@ -90,7 +90,8 @@ def _save_pretrained(upstream: Any, module: Any, accelerator: Any, *args: Any, *
     if (owner := accelerator()) is not None:
         if options.get("state_dict") is None:
             options["state_dict"] = whole_state_dict(owner.sharded[module], "save_pretrained")
-        options["is_main_process"] = options.get("is_main_process", True) and owner.is_main_process
+        if not (options.get("is_main_process", True) and owner.is_main_process):
+            return None  # PEFT's would look for names in the empty state dict of this rank
     return upstream(**options)
 
 

@@ -20,6 +20,7 @@ from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import pg_timeout
 from toolkit.training.metrics import log
+from toolkit.training.model_checks import check_adapter
 from toolkit.training.preparation import Audit, models_and_optimizers
 from toolkit.training.preparation import audit as audit_prepared
 from toolkit.training.setup import TIMEOUT, agree, launched
@@ -56,7 +57,9 @@ def audit(model: Any, optimizer: Any) -> Audit:
 def _launched_job(model: Any) -> Job:
     """Return the job of the launch. Precision, adapter and clipping are the script's own."""
     ranks, device = int(os.environ.get("WORLD_SIZE", "1")), hardware().device
-    strategy = replace(agree(None, os.environ), precision="fp32", adapter="none", attention="auto")
+    requested = agree(None, os.environ)
+    check_adapter(requested, model)
+    strategy = replace(requested, precision="fp32", adapter="none", attention="auto")
     clipping = model.gradient_clipping() if hasattr(model, "gradient_clipping") else 0.0
     return resolve(strategy, TrainConfig(max_grad_norm=clipping), None, ranks, device)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config.parallelism import count_ranks
 from toolkit.core.atomic_io import write_json
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import StrategyError, StrategyMismatch
+from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
 from toolkit.engines.adapters import quantization
 from toolkit.engines.base import engine_of
@@ -21,7 +21,7 @@ from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import first_names, read_pretrained
+from toolkit.models.hf_loading import read_pretrained
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.given_weights import GivenWeights
@@ -201,9 +201,10 @@ def _check_bits(name: str, sources: list[Part], targets: list[Part]) -> None:
     """Check bit by bit that targets are the sources in their own dtype, wherever this rank holds both."""
     import torch
 
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for exact, value in overlaps(sources, targets):
         pair = exact.to(value.device, value.dtype), value
-        if not torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in pair)):
+        if not torch.equal(*(tensor.view(bits[value.element_size()]) for tensor in pair)):
             raise StrategyMismatch(f"{name} in {value.dtype} is not its value in {exact.dtype}, rounded.")
 
 
@@ -270,45 +271,6 @@ def unlike_spec(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     return f"{counts} (the first difference: {min(actual ^ expected)[0]})" if actual != expected else None
 
 
-def check_copies(model: torch.nn.Module) -> None:
-    """Check that PEFT's trained copies (`modules_to_save`) of a tied weight are one parameter, too."""
-    names = first_names(model, buffers=False)
-    used: dict[tuple[str, str], str] = {}
-    for adapter in getattr(model, "peft_config", ()):
-        for name, first in names.items():
-            copy = names.get(name.replace(".original_module.", f".modules_to_save.{adapter}."), first)
-            if (other := used.setdefault((adapter, first), copy)) != copy:
-                raise StrategyError(
-                    f"modules_to_save makes {copy} a parameter of its own, but the model ties its weight to {other}. "
-                    "Give LoraConfig(ensure_weight_tying=True), which trains and saves one tied copy."
-                )
-
-
-def check_uniform(job: Job, model: torch.nn.Module) -> None:
-    """Check for one dtype among the trained parameters: sharding engines need it and do not name the parameter."""
-    if job.strategy.adapter == "none":
-        return
-    kinds: dict[Any, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kinds.setdefault(parameter.dtype, name)
-    if len(kinds) > 1:
-        named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
-        raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
-
-
-def check_divisible(job: Job, model: torch.nn.Module) -> None:
-    """Refuse parameters that the sharding engines cannot divide: scalars, and those without elements."""
-    sharding = job.strategy.sharding
-    for name, parameter in model.named_parameters() if engine_of(job.strategy).prepares_pair else ():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if not shape or not math.prod(shape):
-            what, cure = ("no elements", "Remove it") if shape else ("no dimension", "Give it the shape (1,)")
-            raise StrategyError(
-                f"{name} has {what}, and sharding {sharding!r} cannot divide it. {cure}, or choose sharding 'ddp'."
-            )
-
-
 def broadcast_buffers(model: torch.nn.Module) -> None:
     """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
     from accelerate.utils import broadcast_object_list
@@ -317,3 +279,13 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
     broadcast_object_list(values, from_process=0)
     for buffer, value in zip(model.buffers(), values[0], strict=True):
         buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to
+
+
+def share_statistics(model: torch.nn.Module) -> None:
+    """Before each forward, give every rank rank 0's running statistics of batch norms, as DDP does: ranks evaluate alike."""
+    import torch
+
+    kind = torch.nn.modules.batchnorm._NormBase
+    if statistics := [part for part in model.modules() if isinstance(part, kind) and part.track_running_stats]:
+        holder = torch.nn.ModuleList(statistics)
+        model.register_forward_pre_hook(lambda *_: broadcast_buffers(holder))

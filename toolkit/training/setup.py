@@ -53,6 +53,7 @@ def accelerator(
     project_dir: str | Path | None = None,
     timeout: float | None = None,
     step_scheduler_with_optimizer: bool = True,
+    **others: Any,
 ) -> Accelerator:
     """Return the Accelerator that trains as the strategy says, on the launched ranks. `os.environ` does not change.
 
@@ -72,10 +73,12 @@ def accelerator(
             step. False: one step a call, in micro-batches that only accumulate, too.
 
     Raises:
-        StrategyError: for a strategy that contradicts the launch environment, or that cannot run here.
+        StrategyError: for a strategy that contradicts the launch environment, or that cannot run here, and for other
+            arguments of Accelerate's, with what to write for them.
         RunError: for more ranks than devices on this machine, and while this process has another Accelerator.
         MissingLibrary: for an engine or a tracker that is not installed.
     """
+    _refuse_others(others)
     requested, config = agree(strategy, os.environ), agree_train_config(train_config, os.environ)
     trackers = check_trackers(log_with)
     ranks, machine = int(os.environ.get("WORLD_SIZE", "1")), hardware()
@@ -94,6 +97,27 @@ def accelerator(
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
     )
     return result
+
+
+INSTEAD: Mapping[str, str] = {
+    "gradient_accumulation_steps": "tk.accelerator(train_config=tk.TrainConfig(accumulation={value}))",
+    "gradient_accumulation_plugin": "tk.accelerator(train_config=tk.TrainConfig(accumulation=…))",
+    "mixed_precision": "tk.accelerator({{'precision': {value}}}), or toolkit launch --precision",
+    "cpu": "toolkit launch, which runs on the CPU where it finds no GPU, or CUDA_VISIBLE_DEVICES=''",
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "parallelism_config"),
+        "tk.accelerator({{'sharding': …}}), or toolkit launch --sharding",
+    ),
+}
+"""Arguments of Accelerate's Accelerator → what says the same here."""
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        known = INSTEAD.get(name, "one of strategy, train_config, spec, log_with, project_dir, timeout")
+        raise StrategyError(
+            f"tk.accelerator has no argument {name!r} (got {value!r}). Write {known.format(value=repr(value))}."
+        )
 
 
 def _reset_state(job: Job, timeout: timedelta | None) -> None:

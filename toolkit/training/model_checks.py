@@ -1,0 +1,105 @@
+"""What `prepare` refuses of a model and its optimizer, by name, before an engine has changed them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.strategy import Strategy
+from toolkit.core.errors import StrategyError, StrategyMismatch
+from toolkit.engines.base import engine_of
+from toolkit.engines.job import Job
+from toolkit.models.hf_loading import first_names
+
+if TYPE_CHECKING:
+    import torch
+
+WHOLE_SHAPES = ("Adafactor", "Muon", "Shampoo", "SM3", "LBFGS", "Lamb", "LARS", "CAME", "GaLoreAdamW")
+"""Optimizers that look at a parameter's shape, norm or neighbours. ZeRO gives an optimizer flat parts of many parameters."""
+
+
+def check_adapter(strategy: Strategy, model: torch.nn.Module) -> None:
+    """Refuse a model without the adapter that was requested."""
+    if strategy.adapter != "none" and not any(".lora_" in name for name, _ in model.named_parameters()):
+        raise StrategyError(
+            f"adapter {strategy.adapter!r} was requested, and the model of this code has none. Make it with tk.load(accelerator) "
+            "or PEFT's get_peft_model, or leave --adapter out."
+        )
+
+
+def check_optimizers(job: Job, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    """Refuse an optimizer that the sharding engines would train otherwise than one process, or cannot take apart."""
+    engine, sharding = engine_of(job.strategy), job.strategy.sharding
+    if not engine.prepares_pair or job.ranks < 2 or not optimizers:
+        return
+    if len(models) > 1:
+        raise StrategyError(
+            f"prepare got {len(models)} models in one call, and sharding {sharding!r} takes one with its optimizer. Call prepare "
+            "for each: first the trained one with its optimizer."
+        )
+    if not models:
+        return
+    names = {id(each): name for name, each in models[0].named_parameters(remove_duplicate=False)}
+    steps = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    if steps - set(names):
+        raise StrategyError(
+            f"the optimizer steps {len(steps - set(names))} parameters that are not the model's. Make it after the last change "
+            "of the model's parameters, of this model alone."
+        )
+    trained = {id(each) for each in models[0].parameters() if each.requires_grad}
+    if engine.steps_in_backward and (left := sorted(names[key] for key in trained - steps)):
+        raise StrategyError(
+            f"{left[0]} is trained and in no group of the optimizer ({len(left)} of {len(trained)}), and sharding {sharding!r} "
+            "needs all that is trained. Freeze it with requires_grad_(False), or put it in a group."
+        )
+    kinds = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
+    if engine.steps_in_backward and (whole := sorted(kinds & set(WHOLE_SHAPES))):
+        raise StrategyError(
+            f"optimizer {whole[0]} looks at whole parameters, and sharding {sharding!r} gives it flat parts of them: it would "
+            "train otherwise. Choose sharding 'ddp', or an optimizer that steps each element alone, such as AdamW."
+        )
+
+
+def check_copies(model: torch.nn.Module) -> None:
+    """Check that PEFT's trained copies (`modules_to_save`) of a tied weight are one parameter, too."""
+    names = first_names(model, buffers=False)
+    used: dict[tuple[str, str], str] = {}
+    for adapter in getattr(model, "peft_config", ()):
+        for name, first in names.items():
+            copy = names.get(name.replace(".original_module.", f".modules_to_save.{adapter}."), first)
+            if (other := used.setdefault((adapter, first), copy)) != copy:
+                raise StrategyError(
+                    f"modules_to_save makes {copy} a parameter of its own, but the model ties its weight to {other}. "
+                    "Give LoraConfig(ensure_weight_tying=True), which trains and saves one tied copy."
+                )
+
+
+def check_uniform(job: Job, model: torch.nn.Module) -> None:
+    """Check for one dtype among the trained parameters: sharding engines need it and do not name the parameter."""
+    if job.strategy.adapter == "none":
+        return
+    kinds: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        named = ", ".join(f"{name} in {dtype}" for dtype, name in kinds.items())
+        raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
+
+
+def check_divisible(job: Job, model: torch.nn.Module) -> None:
+    """Refuse parameters that the sharding engines cannot divide: scalars, and those without elements."""
+    sharding = job.strategy.sharding
+    for name, parameter in model.named_parameters() if engine_of(job.strategy).prepares_pair else ():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if not shape or not math.prod(shape):
+            what, cure = ("no elements", "Remove it") if shape else ("no dimension", "Give it the shape (1,)")
+            raise StrategyError(
+                f"{name} has {what}, and sharding {sharding!r} cannot divide it. {cure}, or choose sharding 'ddp'."
+            )
+        if job.strategy.engine == "fsdp" and not parameter.is_contiguous():
+            raise StrategyError(
+                f"{name} is not contiguous (strides {parameter.stride()}), and FSDP cannot divide it. Write "
+                "p.data = p.data.contiguous() for each parameter before the optimizer is made, or choose sharding 'ddp'."
+            )
