@@ -163,6 +163,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             found["trainer"] = trainer(folder, sharding, count)
         if sharding in ("none", "ddp"):
             found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
+            found["left"] = orders(Path(folder).parent / f"left-{sharding}", leaves=True)
         if sharding in SCRIPTED:
             found["saving"] = {adapter: saving(folder, sharding, adapter) for adapter in ("none", "lora")}
         if sharding == "ddp":
@@ -174,9 +175,13 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     return found
 
 
-def orders(place: Path) -> dict[str, Any]:
-    """For each kind of sampler: the second epoch's last batches and the third epoch, those of a resumed run, and the lines."""
+def orders(place: Path, leaves: bool = False) -> dict[str, Any]:
+    """For each kind of sampler: the second epoch's last batches and the third epoch, those of a resumed run, and the lines.
+
+    `leaves`: the loop leaves its second epoch in the middle and saves behind it. Then the epochs that follow, of both runs.
+    """
     import random
+    from dataclasses import dataclass
 
     import torch
     from accelerate import skip_first_batches
@@ -202,6 +207,7 @@ def orders(place: Path) -> dict[str, Any]:
         def __iter__(self) -> Any:
             yield from torch.randperm(24).view(-1, 2).tolist()
 
+    @dataclass  # which is no key of a dictionary
     class Stream(IterableDataset[int]):
         generator = torch.Generator()
 
@@ -230,23 +236,27 @@ def orders(place: Path) -> dict[str, Any]:
         loader, seen = accelerator.prepare(kinds[kind]()), []
         if resumed:
             accelerator.load_state(str(place / kind))
-        for epoch in range(1 if resumed else 0, 4):
+        for epoch in range(1 + leaves if resumed else 0, 4):
             skipped = skip_first_batches if kind == "workers" else accelerator.skip_first_batches
             ids = []
             for number, batch in enumerate(skipped(loader, 2) if resumed and epoch == 1 else loader):
                 torch.rand(1)  # dropout
                 ids += accelerator.gather(batch).tolist()
                 if epoch == 1 and number == 1 and not resumed:
+                    if leaves:
+                        break
                     accelerator.save_state(str(place / kind))
                     ids = []
             seen.append(ids)
+            if leaves and epoch == 1:
+                accelerator.save_state(str(place / kind))
         accelerator.end_training()
-        return seen if resumed else seen[1:], said
+        return seen if resumed else seen[1 + leaves :], said
 
     found = {}
     for kind in kinds:
         (whole, said), (resumed, _) = epochs(kind, False), epochs(kind, True)
-        found[kind] = whole, resumed, said
+        found[kind] = (whole, resumed) if leaves else (whole, resumed, said)
     return found
 
 
@@ -688,6 +698,21 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         accelerator.prepare_scheduler(torch.optim.lr_scheduler.ConstantLR(other))
         optimizer.step()
 
+    def plain_backward() -> None:
+        optimizer.step()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    def accumulation() -> None:
+        steps = accelerator.gradient_accumulation_steps
+        accelerator.gradient_accumulation_steps = 5
+        accelerator.gradient_accumulation_steps = steps
+
+    def two_models() -> None:
+        if accelerator.job.strategy.engine in ("deepspeed", "fsdp"):
+            pair = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            accelerator.prepare(*pair, torch.optim.SGD(pair[0].parameters()))
+
     def second_optimizer() -> None:
         if accelerator.job.strategy.engine == "deepspeed":
             other = torch.nn.Linear(4, 4)
@@ -700,11 +725,14 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         "closure": lambda: optimizer.step(lambda: None),
         "no_sync": no_sync,
         "backward_twice": backward_twice,
+        "accumulation": accumulation,
+        "two_models": two_models,
         "not_finite": not_finite,
         "second": lambda: tk.accelerator(train_config=accelerator.job.train_config),
         "other_accumulation": lambda: tk.accelerator(train_config=tk.TrainConfig(accumulation=7)),
         "second_optimizer": second_optimizer,
         "other_rates": other_rates,
+        "plain_backward": plain_backward,
     }
     found = {}
     for name, call in calls.items():

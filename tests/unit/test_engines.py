@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from toolkit.engines.states import parameters_of
 from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
 from toolkit.training.given_weights import GivenWeights
+from toolkit.training.model_checks import check_optimizers
 from toolkit.training.preparation import audit
 from toolkit.training.setup import accelerator, agree
 
@@ -474,3 +476,64 @@ def test_fsdp_keeps_the_gradient_of_tied_weights_until_all_is_reduced() -> None:
         _, owner = _groups(job, traced(job, masked=False))
         group = owner["model.norm.weight"]
         assert group.names == ["model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
+
+
+@pytest.mark.parametrize("word", ["zero2", "zero3", "fsdp"])
+def test_an_optimizer_that_an_engine_would_train_otherwise_is_refused(word: str) -> None:
+    def refused(model: Any, optimizer: Any, *others: Any) -> str:
+        with pytest.raises(StrategyError) as error:
+            check_optimizers(two, [model, *others], [optimizer])
+        return str(error.value)
+
+    two = job(word, None, precision="fp32")
+    model, deepspeed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)), word != "fsdp"
+    check_optimizers(two, [model], [torch.optim.AdamW(model.parameters())])
+    check_optimizers(job("ddp", None, precision="fp32"), [model], [torch.optim.Adafactor(model.parameters())])
+    assert "Call prepare for each" in refused(model, torch.optim.AdamW(model.parameters()), torch.nn.Linear(2, 2))
+    earlier = torch.optim.AdamW(model.parameters())
+    model[1] = torch.nn.Linear(4, 2)
+    assert "the optimizer steps 2 parameters that are not the model's. Make it after" in refused(model, earlier)
+    if deepspeed:
+        assert "0.bias is trained and in no group of the optimizer (2 of 4)" in refused(
+            model, torch.optim.AdamW(model[1].parameters())
+        )
+        assert "optimizer Adafactor looks at whole parameters" in refused(
+            model, torch.optim.Adafactor(model.parameters())
+        )
+
+
+def test_arguments_of_accelerates_accelerator_are_answered_with_ours() -> None:
+    for name, value, hint in (
+        ("gradient_accumulation_steps", 4, "tk.TrainConfig(accumulation=4)"),
+        ("mixed_precision", "bf16", "{'precision': 'bf16'}"),
+        ("split_batches", True, "one of strategy, train_config"),
+    ):
+        with pytest.raises(StrategyError, match=re.escape(hint)):
+            accelerator(**{name: value})
+
+
+def test_a_request_for_an_adapter_that_the_model_lacks_is_refused(make: Callable[..., Any]) -> None:
+    ours = accelerator(Strategy(precision="fp32", adapter="lora"))
+    with pytest.raises(StrategyError, match="adapter 'lora' was requested, and the model of this code has none"):
+        ours.prepare(*linear())
+
+
+def test_a_sparse_gradient_trains_where_nothing_is_clipped(make: Callable[..., Any]) -> None:
+    ours, model = make(None), torch.nn.EmbeddingBag(8, 4, sparse=True)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    ours.backward(model(torch.tensor([[1, 2]], device=ours.device)).sum())
+    optimizer.step()
+    assert (model.weight != before).any(1).tolist() == [False, True, True, *[False] * 5]
+
+
+def test_a_norm_over_two_optimizers_is_clipped_as_one(make: Callable[..., Any]) -> None:
+    """Without a TrainConfig, as in Accelerate: what the call names is clipped together."""
+    ours = make(None)
+    (one, stepper), (other, other_stepper) = linear(), linear()
+    one, other, stepper, other_stepper = ours.prepare(one, other, stepper, other_stepper)
+    ours.backward((3 * one(torch.ones(1, 4)) + 4 * other(torch.ones(1, 4))).sum())
+    assert float(ours.clip_grad_norm_([one.weight, other.weight], 1.0)) == 10.0
+    stepper.step()
+    other_stepper.step()
+    assert [each.weight.norm().item() for each in (one, other)] == pytest.approx([0.6, 0.8])

@@ -56,8 +56,8 @@ def deferred_class() -> Any:
                     return func(*args, **kwargs)
                 if name in SHAPES and isinstance(args[0], cls):
                     return SHAPES[name](args[0].whole_shape, *(() if accessor else args[1:]), **kwargs)
-                if name == "to" and not any(isinstance(word, torch.dtype) for word in (*args, *kwargs.values())):
-                    return args[0]  # `prepare` places it
+                if name == "to" and [type(word) for word in (*args[1:], *kwargs.values())] in ([torch.device], [str]):
+                    return args[0]  # to a device: `prepare` places it
                 if name == "data" and func.__name__ == "__set__":
                     if args[1] is not args[0]:
                         _end(args[0])

@@ -29,9 +29,9 @@ def check_gradients(accelerator: Any, loss: torch.Tensor) -> None:
     Raises:
         StrategyError: for a parameter that would be trained otherwise than in one process, by its name.
     """
-    if _WATCHES and (reached := _reached_parameters(loss)) is not None:
-        for note in filter(None, [watch.check(reached) for watch in _WATCHES.values()]):
-            accelerator.print(note)
+    reached = _reached_parameters(loss) if _WATCHES else set()
+    for note in filter(None, [watch.check(reached) for watch in _WATCHES.values()]):
+        accelerator.print(note)
 
 
 class GradientWatch:
@@ -91,13 +91,13 @@ class GradientWatch:
         able = [word for word, row in SHARDINGS.items() if "find" in row.unused_parameters and word != "none"]
         return (
             f"{name} {what}. Sharding {self._strategy.sharding!r} would train it otherwise than one process does. Freeze it with "
-            "requires_grad_(False) before prepare and leave it so, use it in every step on every rank, or choose unused_parameters 'find' with sharding "
-            f"{', '.join(able)}."
+            "requires_grad_(False) before prepare and leave it so, use it in every step on every rank, or choose "
+            f"unused_parameters 'find' with sharding {', '.join(able)}."
         )
 
 
-def _reached_parameters(loss: torch.Tensor) -> set[int] | None:
-    """Return the ids of the tensors that a backward gives gradients; None where reentrant checkpointing hides some."""
+def _reached_parameters(loss: torch.Tensor) -> set[int]:
+    """Return the ids of the tensors that a backward gives gradients."""
     nodes: list[Any] = [loss.grad_fn]
     seen, reached = set[Any](), set[int]()
     while nodes:
@@ -106,7 +106,10 @@ def _reached_parameters(loss: torch.Tensor) -> set[int] | None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            return None
+            raise StrategyError(
+                "activation checkpointing with use_reentrant=True hides which parameters get a gradient. Write "
+                "checkpoint(…, use_reentrant=False)."
+            )
         if node.name() == "torch::autograd::AccumulateGrad":
             reached.add(id(node.variable))
         nodes.extend(following for following, _ in node.next_functions)

@@ -139,11 +139,8 @@ def whole_state_dict(prepared: Prepared, call: str) -> dict[str, torch.Tensor]:
     module = prepared.accelerator.unwrap_model(prepared.model)
     if not prepared.accelerator.is_main_process:
         return {}
-    state: dict[str, torch.Tensor] = module.state_dict()
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        state[name] = engine.weights.tensor(names[parameter])
-    return state
+    names = first_names(module, buffers=False)
+    return {**module.state_dict(), **{name: engine.weights.tensor(first) for name, first in names.items()}}
 
 
 NAME_MODEL = "Name the model that was trained with --model."

@@ -20,7 +20,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from toolkit.config.flags import differing
+from toolkit.config.flags import differing, from_dict
+from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import write_json
@@ -60,6 +61,8 @@ def run_script(
         ToolkitError, Stopped: as `supervise`.
     """
     check_ranks(machine, ranks)
+    if timeout is not None:
+        from_dict(RunConfig, {"timeout": timeout})
     job, fields = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
     with enter(path, resume=resume, token=new_token()) as new_folder, reported(path):
         folder = dataclasses.replace(new_folder, created=False)  # keep a failed run: its output explains the failure

@@ -166,7 +166,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             if prepared is not None:
                 gather_in_methods(prepared, self.sharded)
                 from_checkpoint = any(model in self.from_checkpoint for model in models)
-                given = self._given.pop(self.unwrap_model(prepared.model))
+                given = self._given.get(self.unwrap_model(prepared.model))
+            if prepared is not None and given is not None:
+                del self._given[self.unwrap_model(prepared.model)]
                 restore_masters(prepared, given, from_checkpoint=from_checkpoint)
                 if from_checkpoint:
                     engine_of(self.job.strategy).after_prepare(prepared)
@@ -293,13 +295,13 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
-                self._check_backward()
                 self._check_rates(optimizer)
+                self._check_backward()
                 self._check_finite(self._clip(optimizer))
             upstream()
             if self.sync_gradients:
                 self._norms.pop(id(optimizer), None)
-                self._unscaled = self._took_step = self._has_gradients = False
+                self._unscaled = self._took_step = False
 
         optimizer.step = MethodType(step, optimizer)
 
@@ -310,6 +312,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"optimizer.step() came without accelerator.backward(loss), and sharding {self.job.strategy.sharding!r} trains "
                 "nothing after loss.backward(). Write accelerator.backward(loss)."
             )
+        self._has_gradients = False
 
     def _check_rates(self, optimizer: Any) -> None:
         """Compare the rates that an optimizer steps with and those that its prepared scheduler has set."""
@@ -350,7 +353,9 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 "accelerator.backward was called twice before optimizer.step(), and DeepSpeed took a step in the first call. "
                 "Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each micro-batch."
             )
-        check_gradients(self, loss)
+        # DDP reduces in the last micro-batch alone.
+        if self.sync_gradients or not engine_of(self.job.strategy).needs_every_gradient:
+            check_gradients(self, loss)
         self._norms.clear()
         self._unscaled = False
         super().backward(loss, **options)

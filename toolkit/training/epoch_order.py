@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from toolkit.checkpoints.randomness import read_generators, write_generators
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     States = dict[str, torch.Tensor]
-
-_orders: WeakKeyDictionary[Any, EpochOrder] = WeakKeyDictionary()
-"""What a prepared loader and one that skips its first batches share → the loader's order."""
 
 
 class EpochOrder:
@@ -97,9 +94,9 @@ def follow(loader: Any) -> str:
     source = shared = _shared(loader)
     while (inner := getattr(source, "batch_sampler", getattr(source, "sampler", None))) is not None:
         source = inner
-    if isinstance(source, list | tuple):  # the order stands there
+    if isinstance(source, list | tuple):  # it is the order
         return ""
-    _orders[shared] = order = EpochOrder(loader, source)
+    shared._toolkit_order = order = EpochOrder(loader, source)  # an attribute: a dataclass is no key
     torchs = type(source).__module__.startswith("torch.utils.data")
     return "" if torchs or order._own or hasattr(source, "set_epoch") else type(source).__name__
 
@@ -149,7 +146,8 @@ def _shared(loader: Any) -> Any:
 
 def _order_of(loader: Any) -> EpochOrder | None:
     shared = _shared(loader)
-    return None if isinstance(shared, list | tuple) else _orders.get(shared)  # a list is no key
+    order: EpochOrder | None = getattr(shared, "_toolkit_order", None)
+    return order
 
 
 @functools.cache

@@ -29,6 +29,10 @@ class GivenWeights:
 
     def __init__(self, job: Job, model: torch.nn.Module, *, hashed: bool) -> None:
         """Look at a module. `hashed`: keep a hash of each parameter for `check`."""
+        import torch
+        from accelerate import PartialState
+        from accelerate.utils import broadcast_object_list
+
         parameters: dict[str, Any] = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
         """Shape of each trained parameter, by name."""
@@ -36,11 +40,9 @@ class GivenWeights:
         whole = {name: each for name, each in parameters.items() if _is_whole(each)}
         least = BYTES_OF[job.compute_dtype]
         masters = engine_of(job.strategy).separate_masters and job.precision.mixed
-        self.wide = {
-            name: each.detach().cpu() for name, each in whole.items() if masters and each.element_size() > least
-        }
-        """Values in a wider dtype than the compute dtype, where the engine makes masters from rounded ones."""
-        few = hashed and sum(each.numel() for each in whole.values()) <= LIMIT
+        wide = {name: each.detach().cpu() for name, each in whole.items() if masters and each.element_size() > least}
+        main = PartialState().is_main_process
+        few = hashed and main and sum(each.numel() for each in whole.values()) <= LIMIT
         self._hashes: dict[str, tuple[str, str, int]] = {}
         """Name → kind of the shards to compare, the dtype to compare in, and the hash."""
         for name, each in whole.items() if few else ():
@@ -48,6 +50,13 @@ class GivenWeights:
             dtype = dtype_name(each.dtype) if narrow else job.weight_dtype
             # A checkpoint's masters say more than a narrow copy of theirs.
             self._hashes[name] = PARAMETER if narrow or not masters else MASTER, dtype, value_hash(each.detach(), dtype)
+        shared: list[Any] = [self._hashes, {name: (tuple(each.shape), each.dtype) for name, each in wide.items()}]
+        broadcast_object_list(shared, from_process=0)  # a script may have read some on rank 0 alone
+        self._hashes = shared[0]
+        self.wide = {
+            name: wide[name] if main else torch.empty(kind[0], dtype=kind[1]) for name, kind in shared[1].items()
+        }
+        """Rank 0's values in a wider dtype than the compute dtype, where the engine makes masters from rounded ones."""
 
     def check(self, prepared: Prepared) -> None:
         """Compare ties with the module's, and the engine's trained values with those that rank 0's held. A collective.

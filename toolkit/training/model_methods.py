@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from toolkit.core.errors import StrategyError
+from toolkit.engines.base import engine_of
 from toolkit.engines.states import holds_parts
 from toolkit.engines.timeouts import meet
 from toolkit.exporters.state_dict import whole_state_dict
@@ -68,15 +69,21 @@ def _refuse(module: torch.nn.Module, *_: Any) -> None:
 
 
 def gather_in_methods(prepared: Prepared, sharded: dict[torch.nn.Module, Prepared]) -> None:
-    """Let the methods of a prepared model gather what each rank holds a part of. Give DDP the methods of its model."""
+    """Let the methods of a prepared model gather what each rank holds a part of. Give DDP the methods of its model.
+
+    Saved are the masters, where they say more than the weights.
+    """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     model, module = prepared.model, prepared.accelerator.unwrap_model(prepared.model)
+    job, shares = prepared.job, holds_parts(module)
     methods = {name: method for name, method in METHODS.items() if hasattr(module, name)}
-    if holds_parts(module) and module not in sharded:
+    masters = engine_of(job.strategy).separate_masters and job.precision.mixed
+    if (shares or masters) and module not in sharded:
         if "generate" in methods:  # an adapter's does not call the root's `forward`
             register_fsdp_forward_method(module, "generate")
-        for name, method in methods.items():
+        for name in methods if shares else methods.keys() & {"save_pretrained"}:
+            method = methods[name]
             setattr(module, name, partial(method, getattr(module, name), module, ref(prepared.accelerator)))
         sharded[module] = prepared
     for name in methods:

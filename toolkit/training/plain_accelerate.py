@@ -76,6 +76,9 @@ class AuditCallback:
 
         _audit_every_prepare(accelerate.accelerator)
 
+    _logged: Any = None
+    """Trainer's figures that were shown last."""
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Audit what the first step has made."""
         if state.global_step == 1 and len(_prepared) == 2:
@@ -85,7 +88,8 @@ class AuditCallback:
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> Any:
         """Show Trainer's figures in the run's view and report."""
         figures = {FIGURES[name]: value for name, value in (logs or {}).items() if name in FIGURES}
-        if figures:
+        if figures and logs is not self._logged:  # a script may have added a second callback
+            AuditCallback._logged = logs
             log(state.global_step, steps=state.max_steps, **figures)
         return control
 
@@ -132,6 +136,7 @@ def _distribute(module: Any) -> None:
     Without `cpu=True` it takes each CPU rank for a run of its own, and with it ignores plugins (accelerate 1.15, state.py).
     """
     _audit_every_prepare(module)
+    _limit_collectives()
     if hardware().device.kind != "cpu" or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
     from accelerate.state import AcceleratorState, PartialState
@@ -146,8 +151,6 @@ def _distribute(module: Any) -> None:
     @functools.wraps(partial_init)
     def on_gloo(self: Any, cpu: bool = False, **options: Any) -> None:
         first = not PartialState._shared_state
-        if limit := os.environ.get(TIMEOUT):
-            options["timeout"] = pg_timeout(float(limit))
         partial_init(self, cpu or not upstream.made_by_toolkit, **options)
         if first and kind is not None and not upstream.made_by_toolkit:
             PartialState._shared_state["distributed_type"] = kind
@@ -157,6 +160,21 @@ def _distribute(module: Any) -> None:
         full_init(self, mixed_precision, cpu and upstream.made_by_toolkit, *args, **options)
 
     PartialState.__init__, AcceleratorState.__init__ = on_gloo, with_plugins
+
+
+def _limit_collectives() -> None:
+    """Give the process group the limit of `toolkit launch --timeout`."""
+    from accelerate.state import PartialState
+
+    if (limit := os.environ.get(TIMEOUT)) is None:
+        return
+    upstream_init = PartialState.__init__
+
+    @functools.wraps(upstream_init)
+    def limited(self: Any, *args: Any, **options: Any) -> None:
+        upstream_init(self, *args, **{**options, "timeout": pg_timeout(float(limit))})
+
+    PartialState.__init__ = limited
 
 
 def _audit_every_prepare(module: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import read_precision
-from toolkit.engines.deferred import broadcast, defer, is_deferred, materialize
+from toolkit.engines.deferred import broadcast, defer, end_deferral
 from toolkit.engines.fsdp.simulation import FSDPForecast
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
@@ -313,15 +313,16 @@ def filling(job: Job, model: Any) -> Iterator[None]:
     Accelerate itself would broadcast rank 0's state dict, of which it takes each tensor for a sharded parameter of a submodule.
     Of a model with packed weights it does neither.
     """
-    from accelerate.utils import fsdp_utils
+    from accelerate.utils import broadcast_object_list, fsdp_utils
 
     weights: Any = getattr(model, "streamed_weights", None)
     if weights is None or weights.closed:
-        for parameter in filter(is_deferred, model.parameters()):
-            materialize(parameter)
+        end_deferral(model)
         weights, untouched = None, {}
     else:
-        untouched = weights.untouched(model)
+        names = [weights.untouched(model)]
+        broadcast_object_list(names, from_process=0)  # a script may have read some on rank 0 alone
+        untouched = names[0]
 
     def fill(_: Any, model: Any, own: Mapping[str, torch.Tensor], cpu_offload: bool = False) -> None:
         _fill(model, weights, untouched, own, on_host=cpu_offload)
@@ -369,6 +370,7 @@ def _fill(
         on_host: whether shards are offloaded.
     """
     import torch
+    from accelerate import PartialState
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -381,7 +383,8 @@ def _fill(
         if name in untouched:
             whole = weights.read(untouched[name], module)
         else:
-            holder = torch.nn.Parameter(own[name], requires_grad=False)
+            values = torch.empty_like(own[name], device="cpu") if own[name].is_meta else own[name]
+            holder = torch.nn.Parameter(values, requires_grad=False)
             broadcast(holder)
             whole = holder.data
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -398,6 +401,6 @@ def _fill(
         del shard
     for name, buffer in persistent_buffers(model).items():
         if buffer.is_meta:
-            set_tensor(model, name, own[name])
+            set_tensor(model, name, own[name].to(PartialState().device))
     if weights is not None:
         weights.close()
