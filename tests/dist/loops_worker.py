@@ -703,6 +703,12 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
 
+    def written() -> None:
+        if accelerator.job.strategy.engine == "deepspeed":
+            with torch.no_grad():
+                next(model.parameters()).clamp_(-1, 1)
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+
     def accumulation() -> None:
         steps = accelerator.gradient_accumulation_steps
         accelerator.gradient_accumulation_steps = 5
@@ -731,8 +737,9 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         "second": lambda: tk.accelerator(train_config=accelerator.job.train_config),
         "other_accumulation": lambda: tk.accelerator(train_config=tk.TrainConfig(accumulation=7)),
         "second_optimizer": second_optimizer,
-        "other_rates": other_rates,
         "plain_backward": plain_backward,
+        "written": written,
+        "other_rates": other_rates,
     }
     found = {}
     for name, call in calls.items():

@@ -65,6 +65,7 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         assert (only_one in said["second_optimizer"]) == deepspeed
         assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
         assert ("optimizer.step() came without accelerator.backward(loss)" in said["plain_backward"]) == deepspeed
+        assert ("embed_tokens.weight was written after prepare" in said["written"]) == deepspeed
         assert ("tk.TrainConfig(accumulation=5)" in said["accumulation"]) == deepspeed
         assert "Call prepare for each: first the trained one" in said["two_models"] or sharding in ("none", "ddp")
         if sharding == "ddp":

@@ -93,6 +93,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """fp16's scaler has unscaled the gradients of this step."""
         self._took_step = False
         """DeepSpeed took a step in `backward`, and the loop has not called `step` since."""
+        self._versions: dict[str, int] = {}
+        """How often a loop under DeepSpeed has written each weight."""
         self._has_gradients = False
         """The loop called `backward` since the last step."""
         with engine_environment(job):
@@ -177,6 +179,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     self.print(f"prepare: bytes and dtypes were not compared, since {self.unlike_spec}")
                 audit(prepared)
                 given.check(prepared)
+                self._check_written()
                 watch_gradients(self.job, prepared.model)
                 if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
@@ -305,6 +308,25 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
         optimizer.step = MethodType(step, optimizer)
 
+    def load_state(self, *args: Any, **options: Any) -> None:
+        """Load as Accelerate does."""
+        super().load_state(*args, **options)
+        self._versions.clear()
+
+    def _check_written(self) -> None:
+        """Refuse weights that the loop has written: DeepSpeed steps its masters, and copies them over the weights."""
+        if not (self._deepspeed and self.own_loop):
+            return
+        model = self.unwrap_model(self._model_of(self._optimizers[0]))
+        versions = {name: parameter._version for name, parameter in model.named_parameters()}
+        before, self._versions = self._versions, versions
+        if changed := [name for name in versions if versions[name] != before.get(name, versions[name])]:
+            raise StrategyError(
+                f"{changed[0]} was written after prepare, and sharding {self.job.strategy.sharding!r} would write over it: it "
+                "steps masters of its own. Write weights before prepare, load them with accelerator.load_state, or choose sharding "
+                "'ddp' or 'fsdp'."
+            )
+
     def _check_backward(self) -> None:
         """Refuse a step without `accelerator.backward`, with which nothing would be trained under DeepSpeed."""
         if self._deepspeed and not self._has_gradients:
@@ -356,6 +378,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         # DDP reduces in the last micro-batch alone.
         if self.sync_gradients or not engine_of(self.job.strategy).needs_every_gradient:
             check_gradients(self, loss)
+        self._check_written()
         self._norms.clear()
         self._unscaled = False
         super().backward(loss, **options)
