@@ -98,7 +98,7 @@ def check_divisible(job: Job, model: torch.nn.Module) -> None:
             raise StrategyError(
                 f"{name} has {what}, and sharding {sharding!r} cannot divide it. {cure}, or choose sharding 'ddp'."
             )
-        # A parameter whose values are elsewhere has strides of 0.
+        # A deferred parameter has strides of 0.
         if job.strategy.engine == "fsdp" and not parameter.is_contiguous() and 0 not in parameter.stride():
             raise StrategyError(
                 f"{name} is not contiguous (strides {parameter.stride()}), and FSDP cannot divide it. Write "
