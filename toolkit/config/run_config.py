@@ -37,6 +37,10 @@ class RunConfig:
     """A file with a template."""
     text_column: str = amount("text", "column with the text, in JSONL and dataset rows")
     """Of JSONL and dataset rows."""
+    columns: str | None = amount(None, "meaning of columns, such as prompt=question,completion=answer")
+    """`NAME=COLUMN`, several by commas."""
+    data_format: str = amount("auto", "of rows, such as alpaca, sharegpt or messages; auto: by their columns")
+    """A name in `data.formats.FORMATS`."""
     packing: bool = amount(True, "several documents a row, if the model separates them")
     """Otherwise one document a row, padded."""
     tracker: str | None = amount(None, "tensorboard, trackio, wandb, …; several by commas")

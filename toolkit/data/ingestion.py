@@ -16,14 +16,18 @@ from toolkit.core.atomic_io import expand_user
 from toolkit.core.cache import cache_folder, keep, recall
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
-from toolkit.data.files import Document, documents
+from toolkit.data.files import Document, Findings, documents
 from toolkit.data.sources import Source, find_source
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cached documents. Raise it when their columns or checks change."""
 
 BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
 """A record batch of the Arrow file ends at either of them; a process tokenizes one at a time."""
+
+
+COLUMNS = ("text", "prompt", "completion", "messages", "turns")
+"""Columns of the cached documents: a document has those of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +38,23 @@ class Contents:
     hash: str
     """sha256 of its documents, with their files and lines."""
     documents: Path
-    """An Arrow file with a row for each document, in their order."""
+    """An Arrow file with a row for each document, in their order; conversations are JSON."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: the files of a folder, formats and columns."""
+    untrained: str = ""
+    """Where half of the conversations have no turn of the assistant: their number, and the roles in them."""
 
 
-def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
+def ingest(source: str | Path | None, *, seed: int = 0, **reading: str | None) -> Contents:
     """Read, check and hash a source, unless all its files are as they were when they were read last.
 
     A file is known by path, device, inode, size, and the times of its last changes. Processes that come at once wait
     for the first.
+
+    Args:
+        source: as `find_source` takes it.
+        seed: of the rows of a source with a weight.
+        reading: `text_column`, `columns` and `data_format`, as `files.documents` takes them.
 
     Raises:
         DataError: naming file, line, reason and fix; also for a file that changes meanwhile.
@@ -50,10 +63,11 @@ def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
 
     origin = find_source(source)
     place = expand_user(origin.name)
-    key = f"{FORMAT}\n{place.absolute() if place.exists() else origin.name}\n{text_column}"
+    reading = {name: value for name, value in sorted(reading.items()) if value is not None}
+    key = f"{FORMAT}\n{place.absolute() if place.exists() else origin.name}\n{reading}"
     entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     with cache_errors(entry.parent), FileLock(entry.with_suffix(".lock")):
-        return _cached_contents(origin, entry) or _read(origin, entry, text_column)
+        return _cached_contents(origin, entry) or _read(origin, entry, reading)
 
 
 @contextlib.contextmanager
@@ -73,7 +87,10 @@ def _cached_contents(origin: Source, entry: Path) -> Contents | None:
     with contextlib.suppress(OSError):
         cached, now = recall(entry, dict) or {}, _stats(origin)
         if cached.get("files") == now and len(now) == len(origin.files) > 0:
-            contents = Contents(source=origin, hash=cached["hash"], documents=_documents_path(cached["hash"]))
+            path, notes = _documents_path(cached["hash"]), tuple(cached["notes"])
+            contents = Contents(
+                source=origin, hash=cached["hash"], documents=path, notes=notes, untrained=cached["untrained"]
+            )
             if cached["documents"] == _stat(contents.documents):
                 return contents
     return None
@@ -98,21 +115,37 @@ def _stat(path: Path) -> list[int]:
     return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
-def _read(origin: Source, entry: Path, text_column: str) -> Contents:
+def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
     """Read the source and keep its documents and their hash."""
-    before = _stats(origin)
+    before, findings = _stats(origin), Findings()
     with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
         draft = Path(fresh, "documents.arrow")
-        checked = documents(origin, text_column=text_column, cache=Path(fresh))
+        checked = documents(origin, findings=findings, **reading)
         with progress_bar("reading", sum(stats[2] for stats in before.values()), "B") as bar:
             digest = _write(checked, draft, bar)
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
-        contents = Contents(source=origin, hash=digest, documents=_documents_path(digest))
+        notes = tuple(filter(None, (origin.summary, *findings.formats)))
+        contents = Contents(
+            source=origin,
+            hash=digest,
+            documents=_documents_path(digest),
+            notes=notes,
+            untrained=findings.untrained_text(),
+        )
         if contents.documents.is_dir():
             contents.documents.rename(Path(fresh, "damaged"))
         draft.replace(contents.documents)
-    keep(entry, {"files": before, "hash": digest, "documents": _stat(contents.documents)})
+    keep(
+        entry,
+        {
+            "files": before,
+            "hash": digest,
+            "documents": _stat(contents.documents),
+            "notes": notes,
+            "untrained": contents.untrained,
+        },
+    )
     return contents
 
 
@@ -120,14 +153,15 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
     """Write documents as an Arrow file. Return the sha256 of their places and contents, as lines of JSON."""
     import pyarrow as pa
 
-    turn = pa.struct({"role": pa.large_string(), "content": pa.large_string()})
-    texts = dict.fromkeys(("text", "prompt", "completion"), pa.large_string())
-    schema = pa.schema({"file": pa.int32(), "line": pa.int64(), "messages": pa.list_(turn), **texts})
+    texts = dict.fromkeys(COLUMNS, pa.large_string())
+    schema = pa.schema({"file": pa.int32(), "line": pa.int64(), **texts})
     rows: list[dict[str, Any]] = []
     digest, size = hashlib.sha256(), 0
     with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, schema) as stream:
         for document in checked:
-            rows.append({"file": document.file, "line": document.line, **document.content})
+            chat = document.kind in ("messages", "turns")
+            content = {document.kind: json.dumps(document.content)} if chat else document.content
+            rows.append({"file": document.file, "line": document.line, **content})
             line = json.dumps(rows[-1], sort_keys=True).encode() + b"\n"
             digest.update(line)
             size += len(line)
@@ -137,3 +171,18 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
                 rows, size = [], 0
         stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
     return digest.hexdigest()
+
+
+def cached_documents(contents: Contents, number: int) -> Iterator[Document]:
+    """Yield the documents of a batch in the cache."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(contents.documents)) as file:
+        rows: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(number).to_pylist()
+    for row in rows:
+        file, line = row.pop("file"), row.pop("line")
+        content = {name: value for name, value in row.items() if value is not None}
+        kind = next(iter(content))
+        if kind in ("messages", "turns"):
+            content = json.loads(content[kind])
+        yield Document(kind=kind, content=content, where=contents.source.where(file, line), file=file, line=line)

@@ -1,0 +1,320 @@
+"""Files → rows, as they are written: no value is converted, compression and kind are found by content."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from toolkit.core.atomic_io import open_regular, unique_names
+from toolkit.core.errors import DataError
+from toolkit.models.files import first_line
+
+LONGEST = 8 * 2**20
+"""Characters of the longest text: a tokenizer takes some 160 bytes for each of them."""
+
+PIECE = 2**20
+"""Bytes that are read at once."""
+
+WHOLE = 2**30
+"""Characters of the longest JSON value: one object with a list of rows is read whole. Arrays are read row by row."""
+
+BATCH_ROWS = 500
+"""Rows of a table that become Python objects at once."""
+
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz"}
+CSV, JSON, ARROW = (".csv", ".tsv"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow", ".feather")
+"""Suffixes of tables and rows."""
+
+BINARIES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
+ENCODINGS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+"""First bytes → what follows."""
+
+REFUSED = (
+    (rb"PK\x03\x04.*?word/|\{\\rtf|\xd0\xcf\x11\xe0", "a document of a word processor (or an old workbook)", "Save it as text"),
+    (rb"PK\x03\x04.*?xl/", "an Excel workbook", "Save it as CSV (UTF-8)"),
+    (rb"PK\x03\x04.*?data\.pkl|\x80[\x02-\x05]", "a PyTorch file or pickle", "Load it and write its rows as JSONL"),
+    (rb"PK\x03\x04.*?\.npy|\x93NUMPY", "an array of NumPy", "Load it and write its rows as JSONL"),
+    (rb"PK[\x03\x05]", "a zip archive", "Unpack it with unzip, and give the files"),
+    (rb".{257}ustar", "a tar archive", "Unpack it with tar -xf, and give the files"),
+    (rb"Rar!|7z\xbc\xaf|\x04\x22\x4d\x18", "an archive (RAR, 7-Zip or lz4)", "Unpack it, and give the files"),
+    (rb"%PDF", "a PDF", "Extract its text with pdftotext"),
+    (rb".{6}\0\0\{\"", "a safetensors file", "Weights belong to --model"),
+    (rb"SQLite format 3", "an SQLite database", "Export a table: sqlite3 -header -csv"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|OggS|ID3", "an image or sound", "Give text"),
+    (rb"[^\0]*\0", "a binary file, or UTF-16 without a byte order mark", "Give text in UTF-8"),
+)  # fmt: skip
+"""Pattern of the first bytes, what a file is, and what to do with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of one file or dataset."""
+
+    columns: Sequence[str]
+    """As the file spells them; of JSON, those of the first row."""
+    read: Callable[[Sequence[str]], Iterable[tuple[int, Any]]]
+    """Given the needed columns, return the rows with their lines; below 0: minus the row's number."""
+    note: str = ""
+    """The delimiter of a CSV file that is not the comma."""
+
+
+def open_file(path: Path, suffix: str) -> Text | Table:
+    """Open a file of data: rows by its content or its suffix (without one of compression), else text.
+
+    Raises:
+        DataError: for a file that is neither text nor a table, with what it is and what to do.
+    """
+    stream: Any = io.BufferedReader(open_regular(path).detach(), 2**16)
+    if compression := _match(stream.peek(), COMPRESSIONS):
+        import pyarrow as pa
+
+        opened = lzma.LZMAFile if compression == "xz" else partial(pa.CompressedInputStream, compression=compression)
+        stream = io.BufferedReader(opened(stream), 2**16)
+    head = stream.peek()
+    if binary := _match(head, BINARIES):
+        if compression:
+            raise DataError(f"{path}: is a {binary} file inside {compression}. Decompress it first.")
+        return _arrow_table(stream, binary)
+    encoding = _match(head, ENCODINGS)
+    for pattern, what, cure in REFUSED if not encoding else ():
+        if re.match(pattern, head, re.DOTALL):
+            raise DataError(f"{path}: is {what}, expected text, JSON, CSV, parquet or arrow. {cure}.")
+    if suffix in ARROW:
+        raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
+    text = Text(path, stream, encoding or "utf-8-sig")
+    if suffix in CSV:
+        return _csv_table(text, suffix)
+    if suffix not in JSON:
+        return text
+    return _json_table(text)
+
+
+def _match(head: bytes, table: Mapping[bytes, str]) -> str:
+    return next((name for first, name in table.items() if head.startswith(first)), "")
+
+
+@contextlib.contextmanager
+def read_errors(path: str | Path) -> Iterator[None]:
+    """Convert a failed read into a DataError."""
+    try:
+        yield
+    except (OSError, EOFError, lzma.LZMAError, _arrow_exception()) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise DataError(f"{path}: cannot be read: {error.strerror}. Check its permissions and its disk.") from error
+        problem = f"is damaged or incomplete: {first_line(error)}"
+        raise DataError(f"{path}: {problem}. Download or write it again.") from error
+
+
+def _arrow_exception() -> type[Exception]:
+    import pyarrow as pa
+
+    exception: type[Exception] = pa.ArrowException
+    return exception
+
+
+class Text:
+    """The characters of a text file."""
+
+    def __init__(self, path: Path, stream: Any, encoding: str) -> None:
+        """Read from an open file."""
+        self.path, self._stream, self._encoding = path, stream, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._bytes, self._line = 0, 1
+
+    def read(self, size: int = PIECE) -> str:
+        """Return the next characters; none at the end."""
+        data = self._stream.read(size)
+        self._bytes += len(data)
+        try:
+            text = self._decoder.decode(data, final=len(data) < size)
+        except UnicodeDecodeError as error:
+            line = self._line + error.object[: error.start].count(b"\n")
+            at = self._bytes - len(error.object) + error.start
+            raise DataError(
+                f"{self.path}, line {line}: not {self._encoding[:6].upper()} at byte {at} of the file"
+                f" ({error.object[error.start]:#04x}). Convert it: iconv -f LATIN1 -t UTF-8"
+            ) from error
+        self._line += text.count("\n")
+        return text
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines with their ends."""
+        rest, number = "", 1
+        while piece := self.read():
+            *whole, rest = (rest + piece).split("\n")
+            number += len(whole)
+            yield from (f"{line}\n" for line in whole)
+            check_size(len(rest), f"{self.path}, line {number}")
+        if rest:
+            yield rest
+
+
+def check_size(size: int, where: str) -> None:
+    """Refuse a text over `LONGEST`."""
+    if size > LONGEST:
+        raise DataError(f"{where}: the text has more than {LONGEST:,} characters. Split it into several.")
+
+
+def _csv_table(text: Text, suffix: str) -> Table:
+    """Read a CSV file with the delimiter that splits its header most; every cell is text."""
+    lines = text.lines()
+    head = list(islice(lines, 1))
+    marks = "\t,;|" if suffix == ".tsv" else ",;\t|"
+    delimiter = max(marks, key=lambda mark: len(next(csv.reader(head, delimiter=mark), ())))
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
+    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
+
+    def records() -> Iterator[tuple[int, list[str]]]:
+        start = 1
+        try:
+            for cells in reader:
+                if cells:  # a blank line is no row
+                    yield start, cells
+                start = reader.line_num + 1
+        except csv.Error as error:
+            where = f"{text.path}, line {start}"
+            problem = "a quote is not closed" if "end of data" in str(error) else f"malformed CSV: {error}"
+            cure = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
+            raise DataError(f"{where}: {problem}. {cure}.") from error
+
+    rows = records()
+    names = [name.strip() for _, cells in islice(rows, 1) for name in cells]
+
+    def read(_: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+        for line, cells in rows:
+            if len(cells) != len(names):
+                problem = f"{len(cells)} cell{'s' * (len(cells) != 1)}, expected {len(names)} as in the header"
+                cure = f"Put quotes around a cell that contains {delimiter!r}, or correct the row"
+                raise DataError(f"{text.path}, line {line}: {problem}. {cure}.")
+            yield line, dict(zip(names, cells, strict=True))
+
+    return Table(columns=names, read=read, note="" if delimiter == "," else f"delimiter {delimiter!r}")
+
+
+def _json_table(text: Text) -> Table:
+    """Read JSON: one object a line, an array of objects, or one object with one list of them."""
+    rows = Json(text).rows()
+    first = list(islice(rows, 2))
+    only = first[0][1] if len(first) == 1 else None
+    lists = [value for value in only.values() if isinstance(value, list)] if isinstance(only, dict) else []
+    if len(lists) == 1 and all(isinstance(item, dict) and not {"role", "from"} & item.keys() for item in lists[0]):
+        first = [(-number, item) for number, item in enumerate(lists[0], 1)]
+    columns = list(first[0][1]) if first and isinstance(first[0][1], dict) else []
+    return Table(columns=columns, read=lambda _: chain(first, rows))
+
+
+class Json:
+    """The values in a JSON file, read in pieces."""
+
+    def __init__(self, text: Text) -> None:
+        """Read from the beginning of a text."""
+        self._text, self._buffer, self._at, self._line = text, "", 0, 1
+        self._decode = json.JSONDecoder(object_pairs_hook=unique_names).raw_decode
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """Yield the elements of an array, else one value after the other, with their lines."""
+        if self._next() != "[":
+            while self._next():
+                yield self._value()
+            return
+        self._at += 1
+        mark = self._next()
+        while mark != "]":
+            yield self._value()
+            mark = self._next()
+            if mark not in (",", "]"):
+                self._fail("Expecting ',' or ']' after a row", self._at)
+            self._at += mark == ","
+        self._at += 1
+        if self._next():
+            self._fail("Expecting nothing after the array", self._at)
+
+    def _next(self) -> str:
+        """Skip blanks. Return the next character; none at the end."""
+        while True:
+            self._move(_BLANKS.match(self._buffer, self._at).end())  # type: ignore[union-attr]
+            if self._at < len(self._buffer) or not self._more():
+                return self._buffer[self._at : self._at + 1]
+
+    def _move(self, end: int) -> None:
+        self._line += self._buffer.count("\n", self._at, end)
+        self._at = end
+
+    def _more(self) -> bool:
+        rest = self._buffer[self._at :]
+        piece = self._text.read(max(PIECE, len(rest)))  # a long value is tried again after twice its length
+        self._buffer, self._at = rest + piece, 0
+        if len(rest) > WHOLE:
+            self._fail(f"a value of more than {WHOLE:,} characters", 0)
+        return bool(piece)
+
+    def _value(self) -> tuple[int, Any]:
+        self._next()
+        line = self._line
+        while True:
+            try:
+                value, end = self._decode(self._buffer, self._at)
+                self._move(end)
+                return line, value
+            except (ValueError, RecursionError) as error:
+                message, at = getattr(error, "msg", str(error)), getattr(error, "pos", self._at)
+                cut = hasattr(error, "pos") and (message.startswith("Unterminated") or at > len(self._buffer) - 8)
+                if not cut or not self._more():
+                    self._fail(message, getattr(error, "pos", self._at))
+
+    def _fail(self, message: str, at: int) -> NoReturn:
+        before = self._buffer[:at].rstrip()
+        line = self._line + before.count("\n", self._at)
+        column, near = len(before) - before.rfind("\n"), self._buffer[at : at + 20].strip()
+        raise DataError(
+            f"{self._text.path}, line {line}: malformed JSON: {message.removesuffix(' at')} at column {column}"
+            f"{near and f' (near {near!r})'}. Expected one object a line, or one array of objects."
+        )
+
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+def _arrow_table(stream: Any, kind: str) -> Table:
+    """Open a parquet file, or an Arrow file or stream."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        parquet = pq.ParquetFile(stream, buffer_size=PIECE, pre_buffer=False)
+        return arrow_rows(parquet.schema_arrow.names, lambda c: parquet.iter_batches(BATCH_ROWS, columns=c))
+    reader: Any = (pa.ipc.open_stream if "stream" in kind else pa.ipc.open_file)(stream)
+    batches = reader if "stream" in kind else map(reader.get_batch, range(reader.num_record_batches))
+    return arrow_rows(reader.schema.names, lambda c: (batch.select(c) for batch in batches))
+
+
+def arrow_rows(names: Sequence[str], batches: Callable[[list[str]], Iterable[Any]]) -> Table:
+    """Return a table of Arrow batches. In lists and structs a null is a field that the row does not have."""
+
+    def read(columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        pieces = (
+            batch.slice(at, BATCH_ROWS) for batch in batches(list(columns)) for at in range(0, len(batch), BATCH_ROWS)
+        )
+        for number, row in enumerate((row for piece in pieces for row in piece.to_pylist()), 1):
+            yield -number, {name: _without_nulls(value) for name, value in row.items()}
+
+    return Table(columns=names, read=read)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
