@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.errors import DataError, nearest
-from toolkit.data.formats import FORMATS, check, find_format
+from toolkit.data.formats import FORMATS, NAMES, check, find_format
 from toolkit.data.readers import LONGEST, Table, Text, read_errors
 from toolkit.data.sources import Source
 
@@ -97,8 +97,7 @@ def documents(
         )
     findings = findings or Findings()
     for file in range(len(source.places)):
-        with read_errors(source.places[file]):
-            data = source.open(file)
+        with read_errors(source.places[file]), source.open(file) as data:
             if isinstance(data, Text):
                 yield from _texts(data, file)
             else:
@@ -135,11 +134,13 @@ def _rows(
     table: Table, file: int, source: Source, data_format: str, renamed: Mapping[str, str], findings: Findings
 ) -> Iterator[Document]:
     """Yield the rows of a table as documents. The columns decide the format; of JSON, those of the first row."""
+    if table.inner and not set(NAMES) & set(table.columns):
+        table = table.inner
     if not table.columns:
         for line, row in table.read(()):
             check(row, dict, source.where(file, line), "the row")
         raise empty(source.places[file])
-    form = find_format(table.columns, source.places[file], data_format, renamed)
+    form = find_format(table.columns, source.where(file, table.line), data_format, renamed)
     used = [column for columns in form.columns.values() for column in columns if column in table.columns]
     unused = ", ".join(column for column in table.columns if column not in used)
     notes = (f"format {form.name} ({', '.join(used)})", unused and f"not used: {unused}", table.note)

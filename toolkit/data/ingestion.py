@@ -17,7 +17,7 @@ from toolkit.core.cache import cache_folder, keep, recall
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.data.files import Document, Findings, documents
-from toolkit.data.sources import Source, find_source
+from toolkit.data.sources import Source, find_source, split_weights
 
 FORMAT = 4
 """Version of the cached documents. Raise it when their columns or checks change."""
@@ -45,20 +45,26 @@ class Contents:
     """Where half of the conversations have no turn of the assistant: their number, and the roles in them."""
 
 
-def ingest(source: str | Path | None, *, seed: int = 0, **reading: str | None) -> Contents:
-    """Read, check and hash a source, unless all its files are as they were when they were read last.
+def ingest(source: str | Path | None, *, seed: int = 0, **reading: Any) -> Contents:
+    """Read, check and hash sources, unless all their files are as they were when they were read last.
 
     A file is known by path, device, inode, size, and the times of its last changes. Processes that come at once wait
     for the first.
 
     Args:
-        source: as `find_source` takes it.
-        seed: of the rows of a source with a weight.
+        source: as `find_source` takes it; or several by commas, with a weight after a colon: `a.jsonl,b.parquet:0.3`.
+            A weight of 0.3 takes 30% of the rows, drawn by the seed without replacement; 2 takes each row twice.
+        seed: of the draw.
         reading: `text_column`, `columns` and `data_format`, as `files.documents` takes them.
 
     Raises:
         DataError: naming file, line, reason and fix; also for a file that changes meanwhile.
     """
+    parts = [(_ingest(name, reading), weight) for name, weight in split_weights(source)]
+    return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else _mix(str(source), parts, seed)
+
+
+def _ingest(source: str | Path | None, reading: dict[str, Any]) -> Contents:
     from filelock import FileLock
 
     origin = find_source(source)
@@ -186,3 +192,45 @@ def cached_documents(contents: Contents, number: int) -> Iterator[Document]:
         if kind in ("messages", "turns"):
             content = json.loads(content[kind])
         yield Document(kind=kind, content=content, where=contents.source.where(file, line), file=file, line=line)
+
+
+def _mix(name: str, parts: list[tuple[Contents, float]], seed: int) -> Contents:
+    """Write the documents of several sources, in the numbers that their weights give, as one Arrow file."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    key = repr([seed, *((each.hash, weight, each.source.name) for each, weight in parts)])
+    path = _documents_path(hashlib.sha256(key.encode()).hexdigest())
+    source = Source(name=name, mixed=tuple(each.source for each, _ in parts))
+    notes, shift = [], 0
+    with cache_errors(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix=".mixing-") as fresh:
+        draft = Path(fresh, path.name)
+        schema = pa.ipc.open_file(pa.memory_map(str(parts[0][0].documents))).schema
+        writer = pa.ipc.new_file(str(draft), schema)
+        for number, (each, weight) in enumerate(parts):
+            with pa.memory_map(str(each.documents)) as file:
+                reader = pa.ipc.open_file(file)
+                ends = np.cumsum([reader.get_batch(at).num_rows for at in range(reader.num_record_batches)])
+                total, count = int(ends[-1]), round(weight * int(ends[-1]))
+                if not count:
+                    raise DataError(
+                        f"data {each.source.name}: a weight of {weight:g} takes none of {total:,} rows. Raise it."
+                    )
+                # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
+                draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, number))))
+                order = [np.arange(total)] * (count // total) + [np.sort(draw.permutation(total)[: count % total])]
+                for at, rows in ((at, rows) for rows in order for at in range(len(ends))):
+                    batch = reader.get_batch(at)
+                    start = ends[at] - batch.num_rows
+                    batch = batch.take(
+                        pa.array(rows[np.searchsorted(rows, start) : np.searchsorted(rows, ends[at])] - start)
+                    )
+                    files = pc.add(batch.column("file"), pa.scalar(shift, pa.int32()))
+                    writer.write_batch(batch.set_column(0, "file", files))
+            shift += len(each.source.places)
+            notes += [f"{each.source.name}: {note}" for note in (*each.notes, f"{count:,} of {total:,} rows")]
+        writer.close()
+        draft.replace(path)
+    untrained = "; ".join(each.untrained for each, _ in parts if each.untrained)
+    return Contents(source=source, hash=path.stem, documents=path, notes=tuple(notes), untrained=untrained)

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.core.atomic_io import open_regular, unique_names
+from toolkit.core.atomic_io import unique_names
 from toolkit.core.errors import DataError
 from toolkit.models.files import first_line
 
@@ -65,17 +65,21 @@ class Table:
     """As the file spells them; of JSON, those of the first row."""
     read: Callable[[Sequence[str]], Iterable[tuple[int, Any]]]
     """Given the needed columns, return the rows with their lines; below 0: minus the row's number."""
+    line: int = 0
+    """The line of the columns."""
+    inner: Table | None = None
+    """Of a JSON file that is one object: its only list of objects."""
     note: str = ""
     """The delimiter of a CSV file that is not the comma."""
 
 
-def open_file(path: Path, suffix: str) -> Text | Table:
-    """Open a file of data: rows by its content or its suffix (without one of compression), else text.
+def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
+    """Return the data in an open file: rows by its content or its suffix (without one of compression), else text.
 
     Raises:
         DataError: for a file that is neither text nor a table, with what it is and what to do.
     """
-    stream: Any = io.BufferedReader(open_regular(path).detach(), 2**16)
+    stream = file
     if compression := _match(stream.peek(), COMPRESSIONS):
         import pyarrow as pa
 
@@ -142,7 +146,7 @@ class Text:
             line = self._line + error.object[: error.start].count(b"\n")
             at = self._bytes - len(error.object) + error.start
             raise DataError(
-                f"{self.path}, line {line}: not {self._encoding[:6].upper()} at byte {at} of the file"
+                f"{self.path}, line {line}: not {self._encoding.removesuffix('-sig').upper()} at byte {at} of the file"
                 f" ({error.object[error.start]:#04x}). Convert it: iconv -f LATIN1 -t UTF-8"
             ) from error
         self._line += text.count("\n")
@@ -199,19 +203,20 @@ def _csv_table(text: Text, suffix: str) -> Table:
                 raise DataError(f"{text.path}, line {line}: {problem}. {cure}.")
             yield line, dict(zip(names, cells, strict=True))
 
-    return Table(columns=names, read=read, note="" if delimiter == "," else f"delimiter {delimiter!r}")
+    return Table(columns=names, read=read, line=1, note="" if delimiter == "," else f"delimiter {delimiter!r}")
 
 
 def _json_table(text: Text) -> Table:
     """Read JSON: one object a line, an array of objects, or one object with one list of them."""
     rows = Json(text).rows()
     first = list(islice(rows, 2))
-    only = first[0][1] if len(first) == 1 else None
-    lists = [value for value in only.values() if isinstance(value, list)] if isinstance(only, dict) else []
-    if len(lists) == 1 and all(isinstance(item, dict) and not {"role", "from"} & item.keys() for item in lists[0]):
-        first = [(-number, item) for number, item in enumerate(lists[0], 1)]
     columns = list(first[0][1]) if first and isinstance(first[0][1], dict) else []
-    return Table(columns=columns, read=lambda _: chain(first, rows))
+    lists = [value for value in first[0][1].values() if isinstance(value, list)] if columns and len(first) == 1 else []
+    inner = None
+    if len(lists) == 1 and lists[0] and all(isinstance(item, dict) for item in lists[0]):
+        inner = Table(columns=list(lists[0][0]), read=lambda _: ((-at, item) for at, item in enumerate(lists[0], 1)))
+    line = max(0, first[0][0]) if first else 0
+    return Table(columns=columns, read=lambda _: chain(first, rows), line=line, inner=inner)
 
 
 class Json:

@@ -128,7 +128,7 @@ def prepare_data(
     chat_template: str | Path | None = None,
     packing: bool | None = None,
     attention: str = "sdpa",
-    **reading: str | None,
+    **reading: Any,
 ) -> Rows:
     """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
 
@@ -141,7 +141,7 @@ def prepare_data(
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
         packing: None packs where `supports_packing(spec, attention)`; True where it does not is refused.
         attention: the kernel of the training.
-        reading: `text_column`, `columns` and `data_format`, as `files.documents` takes them.
+        reading: of a source: `text_column`, `columns`, `data_format` and `seed`, as `ingest` takes them.
 
     Raises:
         DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.

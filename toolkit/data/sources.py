@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import expand_user, outside_target
+from toolkit.core.atomic_io import expand_user, open_regular, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
 from toolkit.data.readers import ARROW, BATCH_ROWS, CSV, JSON, Table, Text, arrow_rows, open_file
@@ -70,20 +70,19 @@ class Source:
         rest = f", line {line}" if line > 0 else f", row {-line} (index {-line - 1})" if line else ""
         return f"{self.places[file]}{rest}"
 
-    def open(self, file: int) -> Text | Table:
+    @contextlib.contextmanager
+    def open(self, file: int) -> Iterator[Text | Table]:
         """Open a file or the dataset.
 
         Raises:
             DataError: for what cannot be read, with the library's first line.
         """
-        if not self.dataset:
-            return open_file(self.files[file], suffix_of(self.files[file]))
-        data = self.dataset()
-
-        def batches(columns: list[str]) -> Iterator[Any]:
-            return data.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
-
-        return arrow_rows(data.column_names, lambda columns: (b for t in batches(columns) for b in t.to_batches()))
+        if self.dataset:
+            data = self.dataset().with_format("arrow")
+            yield arrow_rows(data.column_names, lambda columns: data.select_columns(columns).iter(BATCH_ROWS))
+        else:
+            with open_regular(self.files[file]) as opened:
+                yield open_file(self.files[file], opened, suffix_of(self.files[file]))
 
 
 def find_source(source: str | Path | None) -> Source:
@@ -112,6 +111,20 @@ def find_source(source: str | Path | None) -> Source:
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name) or suffix_of(name) in READ:
         raise DataError(f"data {name}: no such file or folder. Give a path that exists, or leave --data out.")
     return _hub_dataset(name)
+
+
+def split_weights(source: str | Path | None) -> list[tuple[str | Path | None, float]]:
+    """Return the sources in a `--data` value with their weights: `a.jsonl,b.parquet:0.3`."""
+    if source is None or expand_user(source).exists():
+        return [(source, 1.0)]
+    parts: list[tuple[str | Path | None, float]] = []
+    for part in filter(None, str(source).split(",")):
+        name, _, weight = part.rpartition(":")
+        weighted = re.fullmatch(r"\d*\.?\d+", weight) and name and not expand_user(part).exists()
+        parts.append((name, float(weight)) if weighted else (part, 1.0))
+        if not parts[-1][1]:
+            raise DataError(f"data {part}: a weight of 0. Expected one above 0, or leave {name} out.")
+    return parts
 
 
 def _hub_dataset(name: str) -> Source:
