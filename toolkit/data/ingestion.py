@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,6 @@ BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
 """A record batch of the Arrow file ends at either of them; a process tokenizes one at a time."""
 
 
-COLUMNS = ("text", "prompt", "completion", "messages", "turns")
-"""Columns of the cached documents: a document has those of its kind."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """A source that was read and checked."""
@@ -37,12 +34,15 @@ class Contents:
     source: Source
     hash: str
     """sha256 of its documents, with their files and lines."""
-    documents: Path
-    """An Arrow file with a row for each document, in their order; conversations are JSON."""
-    notes: tuple[str, ...] = ()
+    notes: str = ""
     """What the user should know: the files of a folder, formats and columns."""
     untrained: str = ""
     """Where half of the conversations have no turn of the assistant: their number, and the roles in them."""
+
+    @property
+    def documents(self) -> Path:
+        """An Arrow file with a row for each document, in their order; conversations are JSON."""
+        return cache_folder("documents") / f"{self.hash}.arrow"
 
 
 def ingest(source: str | Path | None, *, seed: int = 0, **reading: Any) -> Contents:
@@ -93,17 +93,10 @@ def _cached_contents(origin: Source, entry: Path) -> Contents | None:
     with contextlib.suppress(OSError):
         cached, now = recall(entry, dict) or {}, _stats(origin)
         if cached.get("files") == now and len(now) == len(origin.files) > 0:
-            path, notes = _documents_path(cached["hash"]), tuple(cached["notes"])
-            contents = Contents(
-                source=origin, hash=cached["hash"], documents=path, notes=notes, untrained=cached["untrained"]
-            )
+            contents = Contents(source=origin, **cached["contents"])
             if cached["documents"] == _stat(contents.documents):
                 return contents
     return None
-
-
-def _documents_path(digest: str) -> Path:
-    return cache_folder("documents") / f"{digest}.arrow"
 
 
 def _stats(origin: Source) -> dict[str, list[int]]:
@@ -131,27 +124,13 @@ def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
             digest = _write(checked, draft, bar)
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
-        notes = tuple(filter(None, (origin.summary, *findings.formats)))
-        contents = Contents(
-            source=origin,
-            hash=digest,
-            documents=_documents_path(digest),
-            notes=notes,
-            untrained=findings.untrained_text(),
-        )
+        notes = "; ".join(filter(None, (origin.summary, *findings.formats)))
+        about = {"hash": digest, "notes": notes, "untrained": findings.untrained_text()}
+        contents = Contents(source=origin, **about)
         if contents.documents.is_dir():
             contents.documents.rename(Path(fresh, "damaged"))
         draft.replace(contents.documents)
-    keep(
-        entry,
-        {
-            "files": before,
-            "hash": digest,
-            "documents": _stat(contents.documents),
-            "notes": notes,
-            "untrained": contents.untrained,
-        },
-    )
+    keep(entry, {"files": before, "documents": _stat(contents.documents), "contents": about})
     return contents
 
 
@@ -159,13 +138,13 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
     """Write documents as an Arrow file. Return the sha256 of their places and contents, as lines of JSON."""
     import pyarrow as pa
 
-    texts = dict.fromkeys(COLUMNS, pa.large_string())
+    texts = dict.fromkeys(("text", "prompt", "completion", "messages", "turns"), pa.large_string())
     schema = pa.schema({"file": pa.int32(), "line": pa.int64(), **texts})
     rows: list[dict[str, Any]] = []
     digest, size = hashlib.sha256(), 0
     with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, schema) as stream:
         for document in checked:
-            chat = document.kind in ("messages", "turns")
+            chat = "messages" in document.content
             content = {document.kind: json.dumps(document.content)} if chat else document.content
             rows.append({"file": document.file, "line": document.line, **content})
             line = json.dumps(rows[-1], sort_keys=True).encode() + b"\n"
@@ -186,51 +165,48 @@ def cached_documents(contents: Contents, number: int) -> Iterator[Document]:
     with pa.memory_map(str(contents.documents)) as file:
         rows: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(number).to_pylist()
     for row in rows:
-        file, line = row.pop("file"), row.pop("line")
-        content = {name: value for name, value in row.items() if value is not None}
-        kind = next(iter(content))
-        if kind in ("messages", "turns"):
-            content = json.loads(content[kind])
-        yield Document(kind=kind, content=content, where=contents.source.where(file, line), file=file, line=line)
+        file, line, *fields = ((name, value) for name, value in row.items() if value is not None)
+        kind, value = fields[0]
+        content = json.loads(value) if kind in ("messages", "turns") else dict(fields)
+        yield Document(kind=kind, content=content, where=contents.source.where(file[1], line[1]))
 
 
 def _mix(name: str, parts: list[tuple[Contents, float]], seed: int) -> Contents:
-    """Write the documents of several sources, in the numbers that their weights give, as one Arrow file."""
+    """Write the documents of several sources, as many as their weights say, as one Arrow file."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     key = repr([seed, *((each.hash, weight, each.source.name) for each, weight in parts)])
-    path = _documents_path(hashlib.sha256(key.encode()).hexdigest())
     source = Source(name=name, mixed=tuple(each.source for each, _ in parts))
-    notes, shift = [], 0
-    with cache_errors(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix=".mixing-") as fresh:
-        draft = Path(fresh, path.name)
-        schema = pa.ipc.open_file(pa.memory_map(str(parts[0][0].documents))).schema
-        writer = pa.ipc.new_file(str(draft), schema)
-        for number, (each, weight) in enumerate(parts):
-            with pa.memory_map(str(each.documents)) as file:
-                reader = pa.ipc.open_file(file)
-                ends = np.cumsum([reader.get_batch(at).num_rows for at in range(reader.num_record_batches)])
-                total, count = int(ends[-1]), round(weight * int(ends[-1]))
-                if not count:
-                    raise DataError(
-                        f"data {each.source.name}: a weight of {weight:g} takes none of {total:,} rows. Raise it."
-                    )
-                # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
-                draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, number))))
-                order = [np.arange(total)] * (count // total) + [np.sort(draw.permutation(total)[: count % total])]
-                for at, rows in ((at, rows) for rows in order for at in range(len(ends))):
-                    batch = reader.get_batch(at)
-                    start = ends[at] - batch.num_rows
-                    batch = batch.take(
-                        pa.array(rows[np.searchsorted(rows, start) : np.searchsorted(rows, ends[at])] - start)
-                    )
-                    files = pc.add(batch.column("file"), pa.scalar(shift, pa.int32()))
-                    writer.write_batch(batch.set_column(0, "file", files))
+    notes, shift, folder = [], 0, cache_folder("documents")
+    with (
+        cache_errors(folder),
+        tempfile.TemporaryDirectory(dir=folder, prefix=".mixing-") as fresh,
+        ExitStack() as stack,
+    ):
+        files = [pa.ipc.open_file(stack.enter_context(pa.memory_map(str(each.documents)))) for each, _ in parts]
+        writer = stack.enter_context(pa.ipc.new_file(f"{fresh}/mixed", files[0].schema))
+        for number, (file, (each, weight)) in enumerate(zip(files, parts, strict=True)):
+            batches = [file.get_batch(at) for at in range(file.num_record_batches)]
+            total = sum(batch.num_rows for batch in batches)
+            if not (count := round(weight * total)):
+                raise DataError(
+                    f"data {each.source.name}: a weight of {weight:g} takes none of {total:,} rows. Raise it."
+                )
+            # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
+            draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, number)))).permutation(total)
+            times = count // total + (draw < count % total)
+            for batch in batches:
+                rows, times = np.repeat(np.arange(len(batch)), times[: len(batch)]), times[len(batch) :]
+                moved = pc.add(batch.column("file"), pa.scalar(shift, pa.int32()))
+                writer.write_batch(batch.set_column(0, "file", moved).take(pa.array(rows)))
             shift += len(each.source.places)
-            notes += [f"{each.source.name}: {note}" for note in (*each.notes, f"{count:,} of {total:,} rows")]
-        writer.close()
-        draft.replace(path)
-    untrained = "; ".join(each.untrained for each, _ in parts if each.untrained)
-    return Contents(source=source, hash=path.stem, documents=path, notes=tuple(notes), untrained=untrained)
+            notes += [f"{each.source.name}: {count:,} of {total:,} rows", *filter(None, [each.notes])]
+        untrained = "; ".join(each.untrained for each, _ in parts if each.untrained)
+        mixed = Contents(
+            source=source, hash=hashlib.sha256(key.encode()).hexdigest(), notes="; ".join(notes), untrained=untrained
+        )
+        stack.close()
+        Path(fresh, "mixed").replace(mixed.documents)
+    return mixed

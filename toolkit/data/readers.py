@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from toolkit.core.atomic_io import unique_names
 from toolkit.core.errors import DataError
@@ -208,7 +208,7 @@ def _csv_table(text: Text, suffix: str) -> Table:
 
 def _json_table(text: Text) -> Table:
     """Read JSON: one object a line, an array of objects, or one object with one list of them."""
-    rows = Json(text).rows()
+    rows = _json_rows(text)
     first = list(islice(rows, 2))
     columns = list(first[0][1]) if first and isinstance(first[0][1], dict) else []
     lists = [value for value in first[0][1].values() if isinstance(value, list)] if columns and len(first) == 1 else []
@@ -219,76 +219,44 @@ def _json_table(text: Text) -> Table:
     return Table(columns=columns, read=lambda _: chain(first, rows), line=line, inner=inner)
 
 
-class Json:
-    """The values in a JSON file, read in pieces."""
-
-    def __init__(self, text: Text) -> None:
-        """Read from the beginning of a text."""
-        self._text, self._buffer, self._at, self._line = text, "", 0, 1
-        self._decode = json.JSONDecoder(object_pairs_hook=unique_names).raw_decode
-
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield the elements of an array, else one value after the other, with their lines."""
-        if self._next() != "[":
-            while self._next():
-                yield self._value()
-            return
-        self._at += 1
-        mark = self._next()
-        while mark != "]":
-            yield self._value()
-            mark = self._next()
-            if mark not in (",", "]"):
-                self._fail("Expecting ',' or ']' after a row", self._at)
-            self._at += mark == ","
-        self._at += 1
-        if self._next():
-            self._fail("Expecting nothing after the array", self._at)
-
-    def _next(self) -> str:
-        """Skip blanks. Return the next character; none at the end."""
-        while True:
-            self._move(_BLANKS.match(self._buffer, self._at).end())  # type: ignore[union-attr]
-            if self._at < len(self._buffer) or not self._more():
-                return self._buffer[self._at : self._at + 1]
-
-    def _move(self, end: int) -> None:
-        self._line += self._buffer.count("\n", self._at, end)
-        self._at = end
-
-    def _more(self) -> bool:
-        rest = self._buffer[self._at :]
-        piece = self._text.read(max(PIECE, len(rest)))  # a long value is tried again after twice its length
-        self._buffer, self._at = rest + piece, 0
-        if len(rest) > WHOLE:
-            self._fail(f"a value of more than {WHOLE:,} characters", 0)
-        return bool(piece)
-
-    def _value(self) -> tuple[int, Any]:
-        self._next()
-        line = self._line
-        while True:
+def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
+    """Yield the elements of an array, else one value after the other, with their lines; read in pieces."""
+    decode = json.JSONDecoder(object_pairs_hook=unique_names).raw_decode
+    buffer, at, line, valid, value = "", 0, 1, {"": False, "[": True, "[]": True}, None
+    while True:
+        start = _GAP.match(buffer, at).end()  # type: ignore[union-attr]
+        problem, end = "", start
+        if start < len(buffer):
             try:
-                value, end = self._decode(self._buffer, self._at)
-                self._move(end)
-                return line, value
+                value, end = decode(buffer, start)
             except (ValueError, RecursionError) as error:
-                message, at = getattr(error, "msg", str(error)), getattr(error, "pos", self._at)
-                cut = hasattr(error, "pos") and (message.startswith("Unterminated") or at > len(self._buffer) - 8)
-                if not cut or not self._more():
-                    self._fail(message, getattr(error, "pos", self._at))
+                problem, end = getattr(error, "msg", str(error)), getattr(error, "pos", start)
+        # What ends with the piece may go on. A long value is tried again after twice its length.
+        cut = (end > len(buffer) - 8 or problem.startswith("Unterminated")) and len(buffer) - at < WHOLE
+        if cut and (piece := text.read(max(PIECE, len(buffer) - at))):
+            buffer, at = buffer[at:] + piece, 0
+            continue
+        marks, done = "".join(buffer[at:start].split()), start == len(buffer)
+        if marks not in valid or (marks and (marks[-1] == "]") != done):
+            problem, end = (
+                f"Expecting {' or '.join(valid) or 'nothing'} between rows, found {marks or 'nothing'}",
+                start,
+            )
+        if problem:
+            before, near = buffer[:end].rstrip(), buffer[end : end + 20].strip()
+            place = f"{text.path}, line {line + before.count(chr(10), at)}"
+            where = f"column {len(before) - before.rfind(chr(10))}{near and f' (near {near!r})'}"
+            cure = "Expected one object a line, or one array of objects."
+            raise DataError(f"{place}: malformed JSON: {problem.removesuffix(' at')} at {where}. {cure}")
+        if done:
+            return
+        valid = {",": True, "]": True} if valid[marks] else {"": False}
+        line += buffer.count("\n", at, start)
+        yield line, value
+        line, at = line + buffer.count("\n", start, end), end
 
-    def _fail(self, message: str, at: int) -> NoReturn:
-        before = self._buffer[:at].rstrip()
-        line = self._line + before.count("\n", self._at)
-        column, near = len(before) - before.rfind("\n"), self._buffer[at : at + 20].strip()
-        raise DataError(
-            f"{self._text.path}, line {line}: malformed JSON: {message.removesuffix(' at')} at column {column}"
-            f"{near and f' (near {near!r})'}. Expected one object a line, or one array of objects."
-        )
 
-
-_BLANKS = re.compile(r"[ \t\r\n]*")
+_GAP = re.compile(r"[ \t\r\n,\[\]]*")
 
 
 def _arrow_table(stream: Any, kind: str) -> Table:

@@ -134,7 +134,7 @@ def run_preflight(
             packing=None if run_config.packing else False,
             attention=resolved.strategy.attention,
         )
-        notes += [f"{name}: {note}" for note in each.notes]
+        notes += [f"{name}: {each.notes}"] if each.notes else []
     if prepared is None and strategy.adapter == "none":
         unused = {name: value for name, value in differing(strategy).items() if name.startswith("lora_")}
         notes += [f"{name} {value}: without effect, since adapter is none" for name, value in unused.items()]
