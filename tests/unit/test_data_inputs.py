@@ -234,7 +234,7 @@ def test_columns_that_the_user_names(tmp_path: Path) -> None:
     assert contents(path, columns="question=q, answer=a") == [[("user", "x"), ("assistant", "y")]]
     assert contents(path, text_column="q") == contents(path, columns="text=q") == ["x"]
     for columns, expected in {
-        "prompt=q": "lacks the column 'completion'|'q' has no place in the format text",
+        "prompt=q": "--columns has more than the format text takes",
         "prompt=x,completion=a": "line 1: lacks the column 'x'",
         "promt=q": "'promt' is unknown. Did you mean 'prompt'",
         "prompt": "expected NAME=COLUMN",
@@ -297,11 +297,7 @@ def test_unknown_roles_that_train_nothing(tmp_path: Path) -> None:
     few = data.ingest(write(tmp_path / "few.jsonl", [row, {"messages": TURNS}, {"messages": TURNS}]))
     assert few.untrained == ""
     half = data.ingest(write(tmp_path / "half.jsonl", [row, {"messages": TURNS}]))
-    assert (
-        half.untrained
-        == ("1 of 2 conversations have no trained turn of the assistant (roles: 'alice' in 1, 'bob' in 1)")
-        or "'bob' in 1" in half.untrained
-    )
+    assert half.untrained == "1 of 2 conversations have no trained turn of the assistant (roles: 'alice', 'bob' in 1)"
     assert data.ingest(tmp_path / "half.jsonl").untrained == half.untrained, "from the cache"
 
 
@@ -384,6 +380,8 @@ def test_compressed(end: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / f"a.jsonl{end}", COMPRESSIONS[end](b'{"text": "a"}'))
     assert contents(tmp_path / "folder") == ["a"]
+    parts = b"".join(map(COMPRESSIONS[end], (b'{"text": "a"}\n', b'{"text": "b"}\n')))
+    assert contents(write(tmp_path / f"c.jsonl{end}", parts)) == ["a", "b"], "a file of two compressed parts"
 
 
 def archive(*names: str) -> bytes:

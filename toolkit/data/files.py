@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,25 +43,24 @@ class Findings:
 
     formats: dict[str, None] = field(default_factory=dict)
     """The formats and columns of its files, for the user, in order."""
-    conversations: int = 0
-    untrained: int = 0
-    """Conversations without a turn of the assistant that is trained."""
-    roles: Counter[str] = field(default_factory=Counter)
-    """The roles in them."""
+    trained: int = 0
+    """Conversations with a turn of the assistant that is trained."""
+    untrained: Counter[str] = field(default_factory=Counter)
+    """The roles of each other conversation."""
 
     def count(self, messages: list[dict[str, Any]]) -> None:
         """Count a conversation."""
-        self.conversations += 1
-        if not any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
-            self.untrained += 1
-            self.roles.update({message["role"] for message in messages})
+        if any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
+            self.trained += 1
+        else:
+            self.untrained[", ".join(sorted({repr(message["role"]) for message in messages}))] += 1
 
-    def untrained_text(self) -> str:
+    def problem(self) -> str:
         """Return the roles of conversations without a trained turn, where these are half of all."""
-        if not self.untrained or 2 * self.untrained < self.conversations:
-            return ""
-        roles = ", ".join(f"{role!r} in {count:,}" for role, count in self.roles.most_common(9))
-        return f"{self.untrained:,} of {self.conversations:,} conversations have no trained turn of the assistant (roles: {roles})"
+        count = self.untrained.total()
+        roles = " · ".join(f"{roles} in {rows:,}" for roles, rows in self.untrained.most_common(5))
+        what = f"{count:,} of {count + self.trained:,} conversations have no trained turn of the assistant (roles: {roles})"
+        return what if count and count >= self.trained else ""
 
 
 def documents(
@@ -121,13 +120,8 @@ def _texts(text: Text, file: int) -> Iterator[Document]:
         size += len(line)
         filled = filled or bool(line.strip())
     if not filled:
-        raise empty(text.path)
+        raise _empty(text.path)
     yield document(before)
-
-
-def empty(place: str | Path) -> DataError:
-    """Return the error for a file without text or rows."""
-    return DataError(f"{place}: the file is empty, or a header alone. Give one with text or rows, or leave it out.")
 
 
 def _rows(
@@ -136,21 +130,31 @@ def _rows(
     """Yield the rows of a table as documents. The columns decide the format; of JSON, those of the first row."""
     if table.inner and not set(NAMES) & set(table.columns):
         table = table.inner
-    if not table.columns:
-        for line, row in table.read(()):
-            check(row, dict, source.where(file, line), "the row")
-        raise empty(source.places[file])
-    form = find_format(table.columns, source.where(file, table.line), data_format, renamed)
-    used = [column for columns in form.columns.values() for column in columns if column in table.columns]
-    unused = ", ".join(column for column in table.columns if column not in used)
-    notes = (f"format {form.name} ({', '.join(used)})", unused and f"not used: {unused}", table.note)
-    findings.formats["; ".join(filter(None, notes))] = None
-    number = 0
-    for number, (line, row) in enumerate(table.read(used), 1):  # noqa: B007
+    used: list[str] = []
+    line, where = None, source.where(file, table.line)
+    if table.columns:
+        form = _placed(where, find_format, table.columns, data_format, renamed)
+        used = [column for column in form.columns.values() if column in table.columns]
+        unused = ", ".join(column for column in table.columns if column not in used)
+        notes = (f"format {form.name} ({', '.join(used)})", unused and f"not used: {unused}", table.note)
+        findings.formats["; ".join(filter(None, notes))] = None
+    for line, row in table.read(used):
         where = source.where(file, line)
-        kind, content = form.document(row, where)
+        kind, content = _placed(where, form.document, row) if used else _placed(where, check, row, dict, "the row")
         if kind == "messages":
             findings.count(content["messages"])
         yield Document(kind=kind, content=content, where=where, file=file, line=line)
-    if not number:
-        raise empty(source.places[file])
+    if line is None:
+        raise _empty(source.places[file])
+
+
+def _placed(place: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of `formats`, and name the place in its errors."""
+    try:
+        return function(*arguments)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _empty(place: str | Path) -> DataError:
+    return DataError(f"{place}: the file is empty, or a header alone. Give one with text or rows, or leave it out.")

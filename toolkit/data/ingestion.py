@@ -125,7 +125,7 @@ def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
         notes = "; ".join(filter(None, (origin.summary, *findings.formats)))
-        about = {"hash": digest, "notes": notes, "untrained": findings.untrained_text()}
+        about = {"hash": digest, "notes": notes, "untrained": findings.problem()}
         contents = Contents(source=origin, **about)
         if contents.documents.is_dir():
             contents.documents.rename(Path(fresh, "damaged"))

@@ -97,11 +97,7 @@ def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
     if suffix in ARROW:
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
     text = Text(path, stream, encoding or "utf-8-sig")
-    if suffix in CSV:
-        return _csv_table(text, suffix)
-    if suffix not in JSON:
-        return text
-    return _json_table(text)
+    return _csv_table(text, suffix) if suffix in CSV else _json_table(text) if suffix in JSON else text
 
 
 def _match(head: bytes, table: Mapping[bytes, str]) -> str:
@@ -114,17 +110,16 @@ def read_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, _arrow_exception()) as error:
+        problem = f"is damaged or incomplete: {first_line(error)}. Download or write it again."
         if isinstance(error, OSError) and error.errno:
-            raise DataError(f"{path}: cannot be read: {error.strerror}. Check its permissions and its disk.") from error
-        problem = f"is damaged or incomplete: {first_line(error)}"
-        raise DataError(f"{path}: {problem}. Download or write it again.") from error
+            problem = f"cannot be read: {error.strerror}. Check its permissions and its disk."
+        raise DataError(f"{path}: {problem}") from error
 
 
-def _arrow_exception() -> type[Exception]:
+def _arrow_exception() -> Any:
     import pyarrow as pa
 
-    exception: type[Exception] = pa.ArrowException
-    return exception
+    return pa.ArrowException
 
 
 class Text:
@@ -187,10 +182,9 @@ def _csv_table(text: Text, suffix: str) -> Table:
                     yield start, cells
                 start = reader.line_num + 1
         except csv.Error as error:
-            where = f"{text.path}, line {start}"
             problem = "a quote is not closed" if "end of data" in str(error) else f"malformed CSV: {error}"
             cure = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
-            raise DataError(f"{where}: {problem}. {cure}.") from error
+            raise DataError(f"{text.path}, line {start}: {problem}. {cure}.") from error
 
     rows = records()
     names = [name.strip() for _, cells in islice(rows, 1) for name in cells]
@@ -238,10 +232,8 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
             continue
         marks, done = "".join(buffer[at:start].split()), start == len(buffer)
         if marks not in valid or (marks and (marks[-1] == "]") != done):
-            problem, end = (
-                f"Expecting {' or '.join(valid) or 'nothing'} between rows, found {marks or 'nothing'}",
-                start,
-            )
+            problem = f"Expecting {' or '.join(valid) or 'nothing'} between rows, found {marks[:9] or 'nothing'}"
+            end = start
         if problem:
             before, near = buffer[:end].rstrip(), buffer[end : end + 20].strip()
             place = f"{text.path}, line {line + before.count(chr(10), at)}"
@@ -276,11 +268,12 @@ def arrow_rows(names: Sequence[str], batches: Callable[[list[str]], Iterable[Any
     """Return a table of Arrow batches. In lists and structs a null is a field that the row does not have."""
 
     def read(columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-        pieces = (
-            batch.slice(at, BATCH_ROWS) for batch in batches(list(columns)) for at in range(0, len(batch), BATCH_ROWS)
-        )
-        for number, row in enumerate((row for piece in pieces for row in piece.to_pylist()), 1):
-            yield -number, {name: _without_nulls(value) for name, value in row.items()}
+        number = 0
+        for batch in batches(list(columns)):
+            for start in range(0, len(batch), BATCH_ROWS):
+                for row in batch.slice(start, BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield -number, {name: _without_nulls(value) for name, value in row.items()}
 
     return Table(columns=names, read=read)
 
