@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import toolkit.data as data
+from toolkit.cli.parser import parse
 from toolkit.core.errors import DataError
 from toolkit.data import readers
 from toolkit.data.files import Document, Findings, documents
@@ -451,3 +453,22 @@ def test_sources_with_weights(tmp_path: Path) -> None:
         data.ingest(f"{first}:0")
     with pytest.raises(DataError, match=r"a weight of 0\.001 takes none of 100 rows"):
         data.ingest(f"{first}:0.001")
+
+
+def test_several_data_flags_are_one_value() -> None:
+    flags = parse(["train", "--data", "a.jsonl", "--data", "b.parquet:0.3", "--data-format", "alpaca"])
+    assert (flags.data, flags.data_format) == ("a.jsonl,b.parquet:0.3", "alpaca")
+
+
+def test_conversations_without_an_assistant_are_refused_where_prompts_are_masked(tmp_path: Path) -> None:
+    class Tokenizer:
+        eos_token_id = pad_token_id = 1
+
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "alice", "content": "q"}]}])
+    spec: Any = SimpleNamespace(
+        max_positions=None, architecture="LlamaForCausalLM", kind="causal", config={}, name="tiny"
+    )
+    with pytest.raises(
+        DataError, match=r"no trained turn .*roles: 'alice' in 1.*Name its roles 'user' and 'assistant'"
+    ):
+        data.prepare_data(path, Tokenizer(), spec, seq_len=8)

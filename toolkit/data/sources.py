@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Source:
     mixed: tuple[Source, ...] = ()
     """The sources of a mixture, one after the other."""
 
-    @property
+    @cached_property
     def places(self) -> tuple[str, ...]:
         """The names of files, or of the dataset, for messages."""
         if self.mixed:
@@ -147,7 +147,9 @@ def _hub_dataset(name: str) -> Source:
     ):
         builder = datasets.load_dataset_builder(identifier, config)
         if builder.name == "csv":  # text stays text: no numbers, no null words
-            builder = datasets.load_dataset_builder(identifier, config, dtype=str, keep_default_na=False)
+            row = next(iter(builder.as_streaming_dataset(split.split("[")[0])))
+            texts = datasets.Features(dict.fromkeys(row, datasets.Value("string")))
+            builder = datasets.load_dataset_builder(identifier, config, features=texts, keep_default_na=False)
         builder.download_and_prepare()
         dataset = builder.as_dataset(split)
     return Source(
