@@ -471,4 +471,4 @@ def test_conversations_without_an_assistant_are_refused_where_prompts_are_masked
     with pytest.raises(
         DataError, match=r"no trained turn .*roles: 'alice' in 1.*Name its roles 'user' and 'assistant'"
     ):
-        data.prepare_data(path, Tokenizer(), spec, seq_len=8)
+        data.prepare_data(path, Tokenizer(), spec, seq_len=8, packing=False)
