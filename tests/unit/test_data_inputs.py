@@ -111,6 +111,8 @@ REFUSED_CSV: dict[str, tuple[Any, str]] = {
     "no header": ("a,b\nc,d\n", r"line 1: lacks the column 'text'\. It has 'a', 'b'.*--columns prompt="),
     "needed column twice": ("text,text\na,b\n", r"line 1: the column 'text' stands twice"),
     "repr": ("messages\n\"[{'role': 'user'}]\"\n", r"line 2: column 'messages' is a string that is not JSON.*json\.dumps"),
+    "blanks before a quote": (f'{HEAD}"a", "b"\n', r"line 2: blanks before the quote of ' \"b\"'"),
+    "carriage returns": ("text\ra\rb\r", r"line 1: a carriage return ends a line"),
     "UTF-16 without BOM": ("text\na\n".encode("utf-16-le"), r"binary file, or UTF-16 without a byte order mark"),
 }  # fmt: skip
 

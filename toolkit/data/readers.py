@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import unique_names
+from toolkit.core.atomic_io import shorten_value, unique_names
 from toolkit.core.errors import DataError
 from toolkit.models.files import first_line
 
@@ -32,13 +32,16 @@ WHOLE = 2**30
 BATCH_ROWS = 500
 """Rows of a table that become Python objects at once."""
 
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz"}
 CSV, JSON, ARROW = (".csv", ".tsv"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow", ".feather")
 """Suffixes of tables and rows."""
 
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz"}
 BINARIES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
 ENCODINGS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 """First bytes → what follows."""
+
+CSV_ERRORS = {"end of data": "a quote is not closed", "new-line": "a carriage return ends a line", "larger": "a cell is too long"}
+"""Parts of the csv module's errors → what is wrong."""
 
 REFUSED = (
     (rb"PK\x03\x04.*?word/|\{\\rtf|\xd0\xcf\x11\xe0", "a document of a word processor (or an old workbook)", "Save it as text"),
@@ -110,7 +113,7 @@ def read_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, _arrow_exception()) as error:
-        problem = f"is damaged or incomplete: {first_line(error)}. Download or write it again."
+        problem = f"is damaged or incomplete: {first_line(error).rstrip('.')}. Download or write it again."
         if isinstance(error, OSError) and error.errno:
             problem = f"cannot be read: {error.strerror}. Check its permissions and its disk."
         raise DataError(f"{path}: {problem}") from error
@@ -170,7 +173,8 @@ def _csv_table(text: Text, suffix: str) -> Table:
     lines = text.lines()
     head = list(islice(lines, 1))
     marks = "\t,;|" if suffix == ".tsv" else ",;\t|"
-    delimiter = max(marks, key=lambda mark: len(next(csv.reader(head, delimiter=mark), ())))
+    header = "".join(head).splitlines()[:1]
+    delimiter = max(marks, key=lambda mark: len(next(csv.reader(header, delimiter=mark), ())))
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
     reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
 
@@ -182,7 +186,7 @@ def _csv_table(text: Text, suffix: str) -> Table:
                     yield start, cells
                 start = reader.line_num + 1
         except csv.Error as error:
-            problem = "a quote is not closed" if "end of data" in str(error) else f"malformed CSV: {error}"
+            problem = next((text for part, text in CSV_ERRORS.items() if part in str(error)), f"malformed CSV: {error}")
             cure = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
             raise DataError(f"{text.path}, line {start}: {problem}. {cure}.") from error
 
@@ -195,6 +199,10 @@ def _csv_table(text: Text, suffix: str) -> Table:
                 problem = f"{len(cells)} cell{'s' * (len(cells) != 1)}, expected {len(names)} as in the header"
                 cure = f"Put quotes around a cell that contains {delimiter!r}, or correct the row"
                 raise DataError(f"{text.path}, line {line}: {problem}. {cure}.")
+            if odd := next((cell for cell in cells if _BLANK_QUOTE.fullmatch(cell)), None):
+                raise DataError(
+                    f"{text.path}, line {line}: blanks before the quote of {shorten_value(odd)!r}. Remove them."
+                )
             yield line, dict(zip(names, cells, strict=True))
 
     return Table(columns=names, read=read, line=1, note="" if delimiter == "," else f"delimiter {delimiter!r}")
@@ -232,7 +240,7 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
             continue
         marks, done = "".join(buffer[at:start].split()), start == len(buffer)
         if marks not in valid or (marks and (marks[-1] == "]") != done):
-            problem = f"Expecting {' or '.join(valid) or 'nothing'} between rows, found {marks[:9] or 'nothing'}"
+            problem = f"Expecting {' or '.join(filter(None, valid)) or 'nothing'} between rows, found {marks[:9] or 'nothing'}"
             end = start
         if problem:
             before, near = buffer[:end].rstrip(), buffer[end : end + 20].strip()
@@ -248,6 +256,7 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
         line, at = line + buffer.count("\n", start, end), end
 
 
+_BLANK_QUOTE = re.compile(r'\s+".*"\s*', re.DOTALL)
 _GAP = re.compile(r"[ \t\r\n,\[\]]*")
 
 

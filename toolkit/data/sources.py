@@ -124,7 +124,7 @@ def split_weights(source: str | Path | None) -> list[tuple[str | Path | None, fl
         parts.append((name, float(weight)) if weighted else (part, 1.0))
         if not parts[-1][1]:
             raise DataError(f"data {part}: a weight of 0. Expected one above 0, or leave {name} out.")
-    return parts
+    return parts or [(source, 1.0)]
 
 
 def _hub_dataset(name: str) -> Source:
