@@ -40,7 +40,7 @@ BINARIES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow 
 ENCODINGS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 """First bytes → what follows."""
 
-CSV_ERRORS = {"end of data": "a quote is not closed", "new-line": "a carriage return ends a line", "larger": "a cell is too long"}
+CSV_ERRORS = {"end of data": "a quote is not closed", "new-line": "a carriage return ends a line"}
 """Parts of the csv module's errors → what is wrong."""
 
 REFUSED = (
