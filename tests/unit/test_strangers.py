@@ -851,7 +851,7 @@ def test_no_data_lead_out_of_their_folder(here: Path) -> None:
     [
         ("a.jsonl", "{" + ", ".join(f'"{i}": 1' for i in range(300_000)) + ', "7": 2}', "the name '7' stands twice"),
         ("a.jsonl", '{"text": "a", "text": "b"}', "the name 'text' stands twice"),
-        ("a.jsonl", '{"text": "' + "a" * LONGEST + '"}', "the text has more than"),
+        ("a.jsonl", '{"text": "' + "a" * (LONGEST + 1) + '"}', "the text has more than"),
         ("a.txt", "a" * (LONGEST + 1), "the text has more than"),
     ],
 )

@@ -18,9 +18,20 @@ from toolkit.core.errors import StrategyError, nearest
 Owner = TypeVar("Owner")
 
 
-def amount(default: Any, help: str, alias: str = "", **bounds: float) -> Any:
-    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_BOUNDS`."""
-    return field(default=default, metadata={"help": help, "alias": alias, "bounds": bounds})
+def amount(default: Any, help: str, alias: str = "", joined: bool = False, **bounds: float) -> Any:
+    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_BOUNDS`.
+
+    `joined`: the flag may be given several times; its values are joined by commas.
+    """
+    return field(default=default, metadata={"help": help, "alias": alias, "joined": joined, "bounds": bounds})
+
+
+class _Joined(argparse.Action):
+    """Join the values of a flag that is given several times by commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, value if before is None else f"{before},{value}")
 
 
 def choice(default: str, values: Collection[str], help: str, later: tuple[str, ...] = ()) -> Any:
@@ -148,7 +159,8 @@ def add_flags(
             if kind is bool:
                 group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, default=None, help=text)
                 continue
-            group.add_argument(flag(f.name), dest=f.name, type=kind, metavar=metavar, help=text)
+            action: Any = _Joined if f.metadata.get("joined") else "store"
+            group.add_argument(flag(f.name), dest=f.name, type=kind, metavar=metavar, help=text, action=action)
             if alias := f.metadata.get("alias", ""):
                 text = f"the same as {flag(f.name)} (also with _); of both, the last counts"
                 group.add_argument(flag(alias), f"--{alias}", dest=f.name, type=kind, metavar=metavar, help=text)

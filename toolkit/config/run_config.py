@@ -25,9 +25,9 @@ class RunConfig:
         None, "run the model's own code, of this full commit (of a folder: this sha256)"
     )
     """As `describe` takes it. A run's folder alone does not allow it: a resume needs the flag again."""
-    data: str = amount(EMBEDDED, "text, JSONL, folder, dataset, or the embedded text")
-    """As `data.find_source` takes it."""
-    eval_data: str | None = amount(None, "held-out data to evaluate the loss on")
+    data: str = amount(EMBEDDED, "text, JSONL, CSV, parquet, folder or dataset; with NAME:0.3 30%% of it", joined=True)
+    """As `data.ingest` takes it: several by commas, each with a weight after a colon if it is not 1."""
+    eval_data: str | None = amount(None, "held-out data to evaluate the loss on", joined=True)
     """Evaluated every `eval_every` steps, and at the end."""
     eval_every: int = amount(0, "steps between evaluations; 0: at the end alone", least=0)
     """In optimizer steps."""
@@ -37,6 +37,10 @@ class RunConfig:
     """A file with a template."""
     text_column: str = amount("text", "column with the text, in JSONL and dataset rows")
     """Of JSONL and dataset rows."""
+    columns: str | None = amount(None, "meaning of columns, such as prompt=question,completion=answer")
+    """`NAME=COLUMN`, several by commas."""
+    data_format: str = amount("auto", "of rows, such as alpaca, sharegpt or messages; auto: by their columns")
+    """A name in `data.formats.FORMATS`."""
     packing: bool = amount(True, "several documents a row, if the model separates them")
     """Otherwise one document a row, padded."""
     tracker: str | None = amount(None, "tensorboard, trackio, wandb, …; several by commas")

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from toolkit.core.atomic_io import expand_user
 from toolkit.core.cache import cache_folder, keep, recall
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
-from toolkit.data.files import Document, documents
-from toolkit.data.sources import Source, find_source
+from toolkit.data.files import Document, Findings, documents
+from toolkit.data.sources import Source, find_source, split_weights
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cached documents. Raise it when their columns or checks change."""
 
 BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
@@ -33,27 +34,46 @@ class Contents:
     source: Source
     hash: str
     """sha256 of its documents, with their files and lines."""
-    documents: Path
-    """An Arrow file with a row for each document, in their order."""
+    notes: str = ""
+    """What the user should know: the files of a folder, formats and columns."""
+    untrained: str = ""
+    """Where half of the conversations have no turn of the assistant: their number, and the roles in them."""
+
+    @property
+    def documents(self) -> Path:
+        """An Arrow file with a row for each document, in their order; conversations are JSON."""
+        return cache_folder("documents") / f"{self.hash}.arrow"
 
 
-def ingest(source: str | Path | None, *, text_column: str = "text") -> Contents:
-    """Read, check and hash a source, unless all its files are as they were when they were read last.
+def ingest(source: str | Path | None, *, seed: int = 0, **reading: Any) -> Contents:
+    """Read, check and hash sources, unless all their files are as they were when they were read last.
 
     A file is known by path, device, inode, size, and the times of its last changes. Processes that come at once wait
     for the first.
 
+    Args:
+        source: as `find_source` takes it; or several by commas, with a weight after a colon: `a.jsonl,b.parquet:0.3`.
+            A weight of 0.3 takes 30% of the rows, drawn by the seed without replacement; 2 takes each row twice.
+        seed: of the draw.
+        reading: `text_column`, `columns` and `data_format`, as `files.documents` takes them.
+
     Raises:
         DataError: naming file, line, reason and fix; also for a file that changes meanwhile.
     """
+    parts = [(_ingest(name, reading), weight) for name, weight in split_weights(source)]
+    return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else _mix(str(source), parts, seed)
+
+
+def _ingest(source: str | Path | None, reading: dict[str, Any]) -> Contents:
     from filelock import FileLock
 
     origin = find_source(source)
     place = expand_user(origin.name)
-    key = f"{FORMAT}\n{place.absolute() if place.exists() else origin.name}\n{text_column}"
+    reading = {name: value for name, value in sorted(reading.items()) if value is not None}
+    key = f"{FORMAT}\n{place.absolute() if place.exists() else origin.name}\n{reading}"
     entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     with cache_errors(entry.parent), FileLock(entry.with_suffix(".lock")):
-        return _cached_contents(origin, entry) or _read(origin, entry, text_column)
+        return _cached_contents(origin, entry) or _read(origin, entry, reading)
 
 
 @contextlib.contextmanager
@@ -73,14 +93,10 @@ def _cached_contents(origin: Source, entry: Path) -> Contents | None:
     with contextlib.suppress(OSError):
         cached, now = recall(entry, dict) or {}, _stats(origin)
         if cached.get("files") == now and len(now) == len(origin.files) > 0:
-            contents = Contents(source=origin, hash=cached["hash"], documents=_documents_path(cached["hash"]))
+            contents = Contents(source=origin, **cached["contents"])
             if cached["documents"] == _stat(contents.documents):
                 return contents
     return None
-
-
-def _documents_path(digest: str) -> Path:
-    return cache_folder("documents") / f"{digest}.arrow"
 
 
 def _stats(origin: Source) -> dict[str, list[int]]:
@@ -98,21 +114,23 @@ def _stat(path: Path) -> list[int]:
     return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
-def _read(origin: Source, entry: Path, text_column: str) -> Contents:
+def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
     """Read the source and keep its documents and their hash."""
-    before = _stats(origin)
+    before, findings = _stats(origin), Findings()
     with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
         draft = Path(fresh, "documents.arrow")
-        checked = documents(origin, text_column=text_column, cache=Path(fresh))
+        checked = documents(origin, findings=findings, **reading)
         with progress_bar("reading", sum(stats[2] for stats in before.values()), "B") as bar:
             digest = _write(checked, draft, bar)
         if _stats(origin) != before:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
-        contents = Contents(source=origin, hash=digest, documents=_documents_path(digest))
+        notes = "; ".join(filter(None, (origin.summary, *findings.formats)))
+        about = {"hash": digest, "notes": notes, "untrained": findings.problem()}
+        contents = Contents(source=origin, **about)
         if contents.documents.is_dir():
             contents.documents.rename(Path(fresh, "damaged"))
         draft.replace(contents.documents)
-    keep(entry, {"files": before, "hash": digest, "documents": _stat(contents.documents)})
+    keep(entry, {"files": before, "documents": _stat(contents.documents), "contents": about})
     return contents
 
 
@@ -120,14 +138,15 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
     """Write documents as an Arrow file. Return the sha256 of their places and contents, as lines of JSON."""
     import pyarrow as pa
 
-    turn = pa.struct({"role": pa.large_string(), "content": pa.large_string()})
-    texts = dict.fromkeys(("text", "prompt", "completion"), pa.large_string())
-    schema = pa.schema({"file": pa.int32(), "line": pa.int64(), "messages": pa.list_(turn), **texts})
+    texts = dict.fromkeys(("text", "prompt", "completion", "messages", "turns"), pa.large_string())
+    schema = pa.schema({"file": pa.int32(), "line": pa.int64(), **texts})
     rows: list[dict[str, Any]] = []
     digest, size = hashlib.sha256(), 0
     with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_file(file, schema) as stream:
         for document in checked:
-            rows.append({"file": document.file, "line": document.line, **document.content})
+            chat = "messages" in document.content
+            content = {document.kind: json.dumps(document.content)} if chat else document.content
+            rows.append({"file": document.file, "line": document.line, **content})
             line = json.dumps(rows[-1], sort_keys=True).encode() + b"\n"
             digest.update(line)
             size += len(line)
@@ -137,3 +156,57 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
                 rows, size = [], 0
         stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
     return digest.hexdigest()
+
+
+def cached_documents(contents: Contents, number: int) -> Iterator[Document]:
+    """Yield the documents of a batch in the cache."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(contents.documents)) as file:
+        rows: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(number).to_pylist()
+    for row in rows:
+        file, line, *fields = ((name, value) for name, value in row.items() if value is not None)
+        kind, value = fields[0]
+        content = json.loads(value) if kind in ("messages", "turns") else dict(fields)
+        yield Document(kind=kind, content=content, where=contents.source.where(file[1], line[1]))
+
+
+def _mix(name: str, parts: list[tuple[Contents, float]], seed: int) -> Contents:
+    """Write the documents of several sources, as many as their weights say, as one Arrow file."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    key = repr([seed, *((each.hash, weight, each.source.name) for each, weight in parts)])
+    source = Source(name=name, mixed=tuple(each.source for each, _ in parts))
+    notes, shift, folder = [], 0, cache_folder("documents")
+    with (
+        cache_errors(folder),
+        tempfile.TemporaryDirectory(dir=folder, prefix=".mixing-") as fresh,
+        ExitStack() as stack,
+    ):
+        files = [pa.ipc.open_file(stack.enter_context(pa.memory_map(str(each.documents)))) for each, _ in parts]
+        writer = stack.enter_context(pa.ipc.new_file(f"{fresh}/mixed", files[0].schema))
+        for number, (file, (each, weight)) in enumerate(zip(files, parts, strict=True)):
+            batches = [file.get_batch(at) for at in range(file.num_record_batches)]
+            total = sum(batch.num_rows for batch in batches)
+            if not (count := round(weight * total)):
+                raise DataError(
+                    f"data {each.source.name}: a weight of {weight:g} takes none of {total:,} rows. Raise it."
+                )
+            # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
+            draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, number)))).permutation(total)
+            times = count // total + (draw < count % total)
+            for batch in batches:
+                rows, times = np.repeat(np.arange(len(batch)), times[: len(batch)]), times[len(batch) :]
+                moved = pc.add(batch.column("file"), pa.scalar(shift, pa.int32()))
+                writer.write_batch(batch.set_column(0, "file", moved).take(pa.array(rows)))
+            shift += len(each.source.places)
+            notes += [f"{each.source.name}: {count:,} of {total:,} rows", *filter(None, [each.notes])]
+        untrained = "; ".join(each.untrained for each, _ in parts if each.untrained)
+        mixed = Contents(
+            source=source, hash=hashlib.sha256(key.encode()).hexdigest(), notes="; ".join(notes), untrained=untrained
+        )
+        stack.close()
+        Path(fresh, "mixed").replace(mixed.documents)
+    return mixed

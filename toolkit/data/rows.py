@@ -127,8 +127,8 @@ def prepare_data(
     mask_prompts: bool = True,
     chat_template: str | Path | None = None,
     packing: bool | None = None,
-    text_column: str = "text",
     attention: str = "sdpa",
+    **reading: Any,
 ) -> Rows:
     """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
 
@@ -140,8 +140,8 @@ def prepare_data(
         mask_prompts: train on completions and the assistant's turns only. A text has no prompts.
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
         packing: None packs where `supports_packing(spec, attention)`; True where it does not is refused.
-        text_column: the column of JSONL and dataset rows that holds a text.
         attention: the kernel of the training.
+        reading: of a source: `text_column`, `columns`, `data_format` and `seed`, as `ingest` takes them.
 
     Raises:
         DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.
@@ -151,7 +151,11 @@ def prepare_data(
 
     packed = _check(tokenizer, spec, seq_len, packing, attention)
     template = read_template(chat_template)
-    contents = source if isinstance(source, Contents) else ingest(source, text_column=text_column)
+    contents = source if isinstance(source, Contents) else ingest(source, **reading)
+    if mask_prompts and contents.untrained:
+        raise DataError(
+            f"data {contents.source.name}: {contents.untrained}. Name its roles 'user' and 'assistant', or use --no-mask-prompts."
+        )
     encoder = Encoder(
         tokenizer=tokenizer,
         eos=tokenizer.eos_token_id,

@@ -1,43 +1,38 @@
-"""Sources of data: a name given as `--data` → its files, the excluded files of a folder, or rows of the `datasets` library."""
+"""Sources of data: a name given as `--data` → its files, the excluded files of a folder, or a dataset of `datasets`."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import expand_user, outside_target
+from toolkit.core.atomic_io import expand_user, open_regular, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
+from toolkit.data.readers import ARROW, BATCH_ROWS, CSV, JSON, Table, Text, arrow_rows, open_file
 from toolkit.models.files import first_line, hub_reachable
 
 EMBEDDED = "embedded"
 """The source's name that means the embedded text, as None does."""
 
-JSONL = (".jsonl", ".ndjson")
 TEXT = (
     ".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
     ".java", ".js", ".ts", ".rb", ".sh", ".sql", ".html", ".css", ".toml", ".yaml", ".yml",
 )  # fmt: skip
 """Text in a folder. A single file with any other ending is read as text too."""
 
-TABLES = {".arrow": "arrow", ".csv": "csv", ".json": "json", ".parquet": "parquet"}
-"""Files that the `datasets` library reads, with its name for them."""
-
-READ = (*JSONL, *TEXT, *TABLES)
-"""Formats that are read from a folder."""
+READ = (*TEXT, *JSON, *CSV, *ARROW)
+"""Formats that are read from a folder, also compressed."""
 
 NAMED = 5
 """Files that a message lists by name."""
 
-LARGE = 64 << 20
-"""Bytes from which on `datasets` shows its progress on a terminal."""
-
 _DESCRIBES = re.compile(r"dataset_infos?.*\.json|(config|dataset_dict)\.json|.*\.ya?ml", re.I)
+_COMPRESSED = re.compile(r"(?<=.)\.(gz|zst|bz2|xz)$", re.I)
 _DOCUMENTS = re.compile(r"(readme|licen[cs]e).*", re.I)
 
 # The words and separators of `datasets.data_files`, which splits a folder by its files' names in the same way.
@@ -50,43 +45,44 @@ _SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of documents: files of text and JSONL, or rows of the `datasets` library."""
+    """A source of documents: files, or a dataset."""
 
     name: str
     """As the user wrote it."""
     files: tuple[Path, ...] = ()
     """In the order in which they are read; of a dataset, where its rows lie."""
-    kind: str = "files"
-    """`files` (text, JSONL), `tables` (parquet, csv, …), `saved` (by `save_to_disk`) or `hub`."""
     dataset: Any = None
-    """The open dataset of a Hub id."""
+    """Opens a dataset of the Hub, or one that `save_to_disk` wrote."""
     summary: str = ""
     """Of a folder: the files that are read and those that are left out."""
+    mixed: tuple[Source, ...] = ()
+    """The sources of a mixture, one after the other."""
+
+    @cached_property
+    def places(self) -> tuple[str, ...]:
+        """The names of files, or of the dataset, for messages."""
+        if self.mixed:
+            return tuple(place for source in self.mixed for place in source.places)
+        return (self.name,) if self.dataset else tuple(map(str, self.files))
 
     def where(self, file: int, line: int) -> str:
-        """Return a document's place for messages: its file and line (of a text: 0), or its row in a dataset."""
-        if self.kind != "files":
-            return f"{self.name}, row {line}"
-        return f"{self.files[file]}, line {line}" if line else str(self.files[file])
+        """Return a document's place for messages: its file and line (of a text: 0), or its row (below 0)."""
+        rest = f", line {line}" if line > 0 else f", row {-line} (index {-line - 1})" if line else ""
+        return f"{self.places[file]}{rest}"
 
-    def rows(self, cache: Path | None) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of a dataset. Tables are converted in the folder `cache`.
+    @contextlib.contextmanager
+    def open(self, file: int) -> Iterator[Text | Table]:
+        """Open a file or the dataset.
 
         Raises:
-            DataError: with the library's own first line.
+            DataError: for what cannot be read, with the library's first line.
         """
-        import datasets
-
-        options = {"split": "train", "cache_dir": cache and str(cache)}
-        with _datasets_errors(self.name), _datasets_progress(sum(path.stat().st_size for path in self.files)):
-            if self.kind == "saved":
-                dataset = datasets.load_from_disk(str(self.files[0].parent))
-                yield from dataset["train"] if isinstance(dataset, dict) else dataset
-            elif self.kind == "hub":
-                yield from self.dataset
-            for suffix, kind in TABLES.items() if self.kind == "tables" else ():
-                if files := [str(path) for path in self.files if _suffix(path) == suffix]:
-                    yield from datasets.load_dataset(kind, data_files=files, **options)
+        if self.dataset:
+            data = self.dataset().with_format("arrow")
+            yield arrow_rows(data.column_names, lambda columns: data.select_columns(columns).iter(BATCH_ROWS))
+        else:
+            with open_regular(self.files[file]) as opened:
+                yield open_file(self.files[file], opened, suffix_of(self.files[file]))
 
 
 def find_source(source: str | Path | None) -> Source:
@@ -106,15 +102,29 @@ def find_source(source: str | Path | None) -> Source:
         for first in (path / "state.json", path / "dataset_dict.json"):
             if first.is_file():
                 others = sorted(file for file in path.rglob("*") if file.is_file() and file != first)
-                return Source(name=name, files=(first, *others), kind="saved")
+                return Source(name=name, files=(first, *others), dataset=partial(_saved_dataset, name, path))
         return _folder(name, path)
     if path.exists():
         if not path.is_file():
             raise DataError(f"data {name}: is a pipe or a device, expected a file. Write its rows into one first.")
-        return Source(name=name, files=(path,), kind="tables" if _suffix(path) in TABLES else "files")
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name) or _suffix(name) in READ:
+        return Source(name=name, files=(path,))
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name) or suffix_of(name) in READ:
         raise DataError(f"data {name}: no such file or folder. Give a path that exists, or leave --data out.")
     return _hub_dataset(name)
+
+
+def split_weights(source: str | Path | None) -> list[tuple[str | Path | None, float]]:
+    """Return the sources in a `--data` value with their weights: `a.jsonl,b.parquet:0.3`."""
+    if source is None or expand_user(source).exists():
+        return [(source, 1.0)]
+    parts: list[tuple[str | Path | None, float]] = []
+    for part in filter(None, str(source).split(",")):
+        name, _, weight = part.rpartition(":")
+        weighted = re.fullmatch(r"\d*\.?\d+", weight) and name and not expand_user(part).exists()
+        parts.append((name, float(weight)) if weighted else (part, 1.0))
+        if not parts[-1][1]:
+            raise DataError(f"data {part}: a weight of 0. Expected one above 0, or leave {name} out.")
+    return parts or [(source, 1.0)]
 
 
 def _hub_dataset(name: str) -> Source:
@@ -132,37 +142,38 @@ def _hub_dataset(name: str) -> Source:
     identifier, *rest = name.split(":")
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) == 2 else None
-    with _datasets_errors(name):
-        dataset = datasets.load_dataset(identifier, config, split=split)
+    with _datasets_errors(
+        name, "Check the name (ID, ID:SPLIT or ID:CONFIG:SPLIT) and the network, or give a local file."
+    ):
+        builder = datasets.load_dataset_builder(identifier, config)
+        if builder.name == "csv":  # text stays text: no numbers, no null words
+            row = next(iter(builder.as_streaming_dataset(split.split("[")[0])))
+            texts = datasets.Features(dict.fromkeys(row, datasets.Value("string")))
+            builder = datasets.load_dataset_builder(identifier, config, features=texts, keep_default_na=False)
+        builder.download_and_prepare()
+        dataset = builder.as_dataset(split)
     return Source(
-        name=name, files=tuple(Path(entry["filename"]) for entry in dataset.cache_files), kind="hub", dataset=dataset
+        name=name, files=tuple(Path(entry["filename"]) for entry in dataset.cache_files), dataset=lambda: dataset
     )
 
 
+def _saved_dataset(name: str, path: Path) -> Any:
+    """Open a dataset that `save_to_disk` wrote, of several splits `train`."""
+    import datasets
+
+    with _datasets_errors(name, "Expected what save_to_disk wrote, with a split train."):
+        dataset = datasets.load_from_disk(str(path))
+        return dataset["train"] if isinstance(dataset, dict) else dataset
+
+
 @contextlib.contextmanager
-def _datasets_errors(source: str) -> Iterator[None]:
+def _datasets_errors(source: str, cure: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the library lets its own, the Hub's and the HTTP client's exceptions through
         raise DataError(
-            f"data {source}: cannot be loaded as a dataset: {first_line(error)} ({type(error).__name__})."
-            " Check the name (ID, ID:SPLIT or ID:CONFIG:SPLIT) and the network, or give a local file."
+            f"data {source}: cannot be loaded as a dataset: {first_line(error)} ({type(error).__name__}). {cure}"
         ) from error
-
-
-@contextlib.contextmanager
-def _datasets_progress(size: int) -> Iterator[None]:
-    """Show the progress bars of `datasets` only for many bytes and on a terminal."""
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    disabled = are_progress_bars_disabled()
-    if size < LARGE or not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not disabled:
-            enable_progress_bars()
 
 
 def _folder(name: str, path: Path) -> Source:
@@ -179,8 +190,8 @@ def _folder(name: str, path: Path) -> Source:
     data = [n for n in visible if not _is_description(n)]
     configured = _configured_files(name, path)
     # Files that describe are data only in a folder that holds nothing else.
-    candidates = configured or data or [n for n in visible if _suffix(n) in TEXT]
-    readable = [n for n in candidates if _suffix(n) in READ]
+    candidates = configured or data or [n for n in visible if suffix_of(n) in TEXT]
+    readable = [n for n in candidates if suffix_of(n) in READ]
     unreadable = [n for n in candidates if n not in readable]
     if not readable or (configured and unreadable):
         what = "README.md configures" if configured else "the folder holds no text or rows, only"
@@ -189,11 +200,11 @@ def _folder(name: str, path: Path) -> Source:
             if unreadable
             else "the folder holds no text or rows"
         )
-        formats = f"{', '.join(JSONL)}, tables ({', '.join(TABLES)}), or text such as .txt, .md or .py"
+        formats = f"{', '.join((*JSON, *CSV, *ARROW))}, or text such as .txt, .md or .py"
         raise DataError(
             f"data {name}: {problem}. Expected {formats}. Unpack or convert the files, or name one text file."
         )
-    tables = [n for n in readable if _suffix(n) in TABLES]
+    tables = [n for n in readable if suffix_of(n) in (*CSV, *ARROW, ".json")]
     if tables and len(tables) < len(readable):
         texts = _list_names(n for n in readable if n not in tables)
         raise DataError(
@@ -213,7 +224,6 @@ def _folder(name: str, path: Path) -> Source:
     return Source(
         name=name,
         files=tuple(path / n for n in training),
-        kind="tables" if tables else "files",
         summary=summary + (f"; left out: {_list_names(excluded)}" if excluded else ""),
     )
 
@@ -232,7 +242,7 @@ def _configured_files(source: str, folder: Path) -> list[str]:
     import datasets
 
     folder = folder.resolve()  # as the library does
-    with _datasets_errors(source):
+    with _datasets_errors(source, "Correct the header of its README.md, or give the files."):
         splits = datasets.load_dataset_builder(str(folder)).config.data_files
         files = [Path(file).relative_to(folder).as_posix() for file in splits.get("train", ())]
     if not files:
@@ -249,8 +259,8 @@ def _training_split(name: str, data: Sequence[str]) -> tuple[Sequence[str], str]
     `test_model.py` of a program is no split.
     """
     splits = {n: _split_of(n) for n in data}
-    texts = all(_suffix(n) in TEXT for n in data)
-    named = {split for n, split in splits.items() if split and (texts or _suffix(n) not in TEXT)}
+    texts = all(suffix_of(n) in TEXT for n in data)
+    named = {split for n, split in splits.items() if split and (texts or suffix_of(n) not in TEXT)}
     if not named or (texts and ("" in splits.values() or "train" not in named)):
         return data, ""
     if train := [n for n in data if splits[n] == "train"] or [n for n in data if not splits[n]]:
@@ -269,13 +279,14 @@ def _split_of(name: str) -> str:
     return _SPLIT_NAMES[(match.lastindex or 1) - 1] if match else ""
 
 
-def _suffix(path: str | Path) -> str:
-    return Path(path).suffix.lower()
+def suffix_of(path: str | Path) -> str:
+    """Return a file's suffix in lower case, without one of compression."""
+    return Path(_COMPRESSED.sub("", str(path))).suffix.lower()
 
 
 def _is_description(name: str) -> bool:
     """Return whether a file describes data and does not count as data where there are other files."""
-    file, text = Path(name).name, _suffix(name) in ("", *TEXT)
+    file, text = Path(name).name, suffix_of(name) in ("", *TEXT)
     return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
 
 

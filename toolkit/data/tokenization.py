@@ -19,8 +19,8 @@ from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child, hold_signals
-from toolkit.data.files import KINDS, Document
-from toolkit.data.ingestion import Contents
+from toolkit.data.files import Document
+from toolkit.data.ingestion import Contents, cached_documents
 
 BATCH = 64
 """Texts that are given to the tokenizer at once: it works on them in parallel."""
@@ -61,7 +61,8 @@ class Encoder:
         Raises:
             DataError: for messages without a chat template, or one that does not mark the assistant's turns.
         """
-        for kind, alike in groupby(documents, lambda document: document.kind):
+        chat = not self.seq2seq and bool(self.template or self.tokenizer.chat_template)
+        for kind, alike in groupby((document.resolve(chat) for document in documents), lambda each: each.kind):
             while some := list(islice(alike, BATCH)):
                 if kind == "messages":
                     yield from map(self._conversation, some)
@@ -106,7 +107,7 @@ class Encoder:
                 " Give one with --chat-template FILE (a Jinja template), or use prompt and completion."
             )
         apply = partial(self._apply, template, document.where)
-        messages = document.content["messages"]
+        messages = [{k: v for k, v in message.items() if k != "weight"} for message in document.content["messages"]]
         marked = self.mask_prompts and _GENERATION.search(template) is not None
         tokens = apply(messages, return_dict=True, return_assistant_tokens_mask=marked)
         if not tokens["input_ids"]:
@@ -216,7 +217,7 @@ def tokenize(contents: Contents, encoder: Encoder) -> Iterator[Encoded]:
         batches: Iterator[Iterable[Encoded]] = (
             _by_processes(contents, encoder, processes, reader.num_record_batches)
             if processes > 1
-            else (encoder.encode(_documents(contents, number)) for number in range(reader.num_record_batches))
+            else (encoder.encode(cached_documents(contents, number)) for number in range(reader.num_record_batches))
         )
         for nbytes, batch in zip(sizes, batches, strict=True):
             yield from batch
@@ -267,20 +268,8 @@ def _encode(number: int) -> list[Encoded]:
             atomic=document.atomic,
             split=document.split,
         )
-        for document in encoder.encode(_documents(contents, number))
+        for document in encoder.encode(cached_documents(contents, number))
     ]
-
-
-def _documents(contents: Contents, number: int) -> Iterator[Document]:
-    """Yield the documents of a batch in the cache."""
-    import pyarrow as pa
-
-    with pa.memory_map(str(contents.documents)) as file:
-        rows: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(number).to_pylist()
-    for row in rows:
-        where = contents.source.where(row.pop("file"), row.pop("line"))
-        content = {name: value for name, value in row.items() if value is not None}
-        yield Document(kind=next(name for name in KINDS if name in content), content=content, where=where)
 
 
 def _cores() -> int:

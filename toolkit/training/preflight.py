@@ -115,7 +115,8 @@ def run_preflight(
     paths = {"data": run_config.data} | ({"eval_data": run_config.eval_data} if run_config.eval_data else {})
     # Mistakes in the data are found before anything heavy is imported.
     unread = {name: path for name, path in paths.items() if rows.get(name) is None}
-    contents = {name: ingest(path, text_column=run_config.text_column) for name, path in unread.items()}
+    reading = {name: getattr(run_config, name) for name in ("text_column", "columns", "data_format")}
+    contents = {name: ingest(path, seed=train_config.seed, **reading) for name, path in unread.items()}
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
@@ -131,10 +132,9 @@ def run_preflight(
             mask_prompts=run_config.mask_prompts,
             chat_template=run_config.chat_template,
             packing=None if run_config.packing else False,
-            text_column=run_config.text_column,
             attention=resolved.strategy.attention,
         )
-        notes += [f"{name}: {each.source.summary}"] if each.source.summary else []
+        notes += [f"{name}: {each.notes}"] if each.notes else []
     if prepared is None and strategy.adapter == "none":
         unused = {name: value for name, value in differing(strategy).items() if name.startswith("lora_")}
         notes += [f"{name} {value}: without effect, since adapter is none" for name, value in unused.items()]

@@ -1,0 +1,295 @@
+"""Files → rows, as they are written: no value is converted, compression and kind are found by content."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.atomic_io import shorten_value, unique_names
+from toolkit.core.errors import DataError
+from toolkit.models.files import first_line
+
+LONGEST = 8 * 2**20
+"""Characters of the longest text: a tokenizer takes some 160 bytes for each of them."""
+
+PIECE = 2**20
+"""Bytes that are read at once."""
+
+WHOLE = 2**30
+"""Characters of the longest JSON value: one object with a list of rows is read whole. Arrays are read row by row."""
+
+BATCH_ROWS = 500
+"""Rows of a table that become Python objects at once."""
+
+CSV, JSON, ARROW = (".csv", ".tsv"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow", ".feather")
+"""Suffixes of tables and rows."""
+
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz"}
+BINARIES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
+ENCODINGS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+"""First bytes → what follows."""
+
+CSV_ERRORS = {"end of data": "a quote is not closed", "new-line": "a carriage return ends a line"}
+"""Parts of the csv module's errors → what is wrong."""
+
+REFUSED = (
+    (rb"PK\x03\x04.*?word/|\{\\rtf|\xd0\xcf\x11\xe0", "a document of a word processor (or an old workbook)", "Save it as text"),
+    (rb"PK\x03\x04.*?xl/", "an Excel workbook", "Save it as CSV (UTF-8)"),
+    (rb"PK\x03\x04.*?data\.pkl|\x80[\x02-\x05]", "a PyTorch file or pickle", "Load it and write its rows as JSONL"),
+    (rb"PK\x03\x04.*?\.npy|\x93NUMPY", "an array of NumPy", "Load it and write its rows as JSONL"),
+    (rb"PK[\x03\x05]", "a zip archive", "Unpack it with unzip, and give the files"),
+    (rb".{257}ustar", "a tar archive", "Unpack it with tar -xf, and give the files"),
+    (rb"Rar!|7z\xbc\xaf|\x04\x22\x4d\x18", "an archive (RAR, 7-Zip or lz4)", "Unpack it, and give the files"),
+    (rb"%PDF", "a PDF", "Extract its text with pdftotext"),
+    (rb".{6}\0\0\{\"", "a safetensors file", "Weights belong to --model"),
+    (rb"SQLite format 3", "an SQLite database", "Export a table: sqlite3 -header -csv"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|OggS|ID3", "an image or sound", "Give text"),
+    (rb"[^\0]*\0", "a binary file, or UTF-16 without a byte order mark", "Give text in UTF-8"),
+)  # fmt: skip
+"""Pattern of the first bytes, what a file is, and what to do with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of one file or dataset."""
+
+    columns: Sequence[str]
+    """As the file spells them; of JSON, those of the first row."""
+    read: Callable[[Sequence[str]], Iterable[tuple[int, Any]]]
+    """Given the needed columns, return the rows with their lines; below 0: minus the row's number."""
+    line: int = 0
+    """The line of the columns."""
+    inner: Table | None = None
+    """Of a JSON file that is one object: its only list of objects."""
+    note: str = ""
+    """The delimiter of a CSV file that is not the comma."""
+
+
+def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
+    """Return the data in an open file: rows by its content or its suffix (without one of compression), else text.
+
+    Raises:
+        DataError: for a file that is neither text nor a table, with what it is and what to do.
+    """
+    stream = file
+    if compression := _match(stream.peek(), COMPRESSIONS):
+        import pyarrow as pa
+
+        opened = lzma.LZMAFile if compression == "xz" else partial(pa.CompressedInputStream, compression=compression)
+        stream = io.BufferedReader(opened(stream), 2**16)
+    head = stream.peek()
+    if binary := _match(head, BINARIES):
+        if compression:
+            raise DataError(f"{path}: is a {binary} file inside {compression}. Decompress it first.")
+        return _arrow_table(stream, binary)
+    encoding = _match(head, ENCODINGS)
+    for pattern, what, cure in REFUSED if not encoding else ():
+        if re.match(pattern, head, re.DOTALL):
+            raise DataError(f"{path}: is {what}, expected text, JSON, CSV, parquet or arrow. {cure}.")
+    if suffix in ARROW:
+        raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
+    text = Text(path, stream, encoding or "utf-8-sig")
+    return _csv_table(text, suffix) if suffix in CSV else _json_table(text) if suffix in JSON else text
+
+
+def _match(head: bytes, table: Mapping[bytes, str]) -> str:
+    return next((name for first, name in table.items() if head.startswith(first)), "")
+
+
+@contextlib.contextmanager
+def read_errors(path: str | Path) -> Iterator[None]:
+    """Convert a failed read into a DataError."""
+    try:
+        yield
+    except (OSError, EOFError, lzma.LZMAError, _arrow_exception()) as error:
+        problem = f"is damaged or incomplete: {first_line(error).rstrip('.')}. Download or write it again."
+        if isinstance(error, OSError) and error.errno:
+            problem = f"cannot be read: {error.strerror}. Check its permissions and its disk."
+        raise DataError(f"{path}: {problem}") from error
+
+
+def _arrow_exception() -> Any:
+    import pyarrow as pa
+
+    return pa.ArrowException
+
+
+class Text:
+    """The characters of a text file."""
+
+    def __init__(self, path: Path, stream: Any, encoding: str) -> None:
+        """Read from an open file."""
+        self.path, self._stream, self._encoding = path, stream, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._bytes, self._line = 0, 1
+
+    def read(self, size: int = PIECE) -> str:
+        """Return the next characters; none at the end."""
+        data = self._stream.read(size)
+        self._bytes += len(data)
+        try:
+            text = self._decoder.decode(data, final=len(data) < size)
+        except UnicodeDecodeError as error:
+            line = self._line + error.object[: error.start].count(b"\n")
+            at = self._bytes - len(error.object) + error.start
+            raise DataError(
+                f"{self.path}, line {line}: not {self._encoding.removesuffix('-sig').upper()} at byte {at} of the file"
+                f" ({error.object[error.start]:#04x}). Convert it: iconv -f LATIN1 -t UTF-8"
+            ) from error
+        self._line += text.count("\n")
+        return text
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines with their ends."""
+        rest, number = "", 1
+        while piece := self.read():
+            *whole, rest = (rest + piece).split("\n")
+            number += len(whole)
+            yield from (f"{line}\n" for line in whole)
+            check_size(len(rest), f"{self.path}, line {number}")
+        if rest:
+            yield rest
+
+
+def check_size(size: int, where: str) -> None:
+    """Refuse a text over `LONGEST`."""
+    if size > LONGEST:
+        raise DataError(f"{where}: the text has more than {LONGEST:,} characters. Split it into several.")
+
+
+def _csv_table(text: Text, suffix: str) -> Table:
+    """Read a CSV file with the delimiter that splits its header most; every cell is text."""
+    lines = text.lines()
+    head = list(islice(lines, 1))
+    marks = "\t,;|" if suffix == ".tsv" else ",;\t|"
+    header = "".join(head).splitlines()[:1]
+    delimiter = max(marks, key=lambda mark: len(next(csv.reader(header, delimiter=mark), ())))
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
+    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
+
+    def records() -> Iterator[tuple[int, list[str]]]:
+        start = 1
+        try:
+            for cells in reader:
+                if cells:  # a blank line is no row
+                    yield start, cells
+                start = reader.line_num + 1
+        except csv.Error as error:
+            problem = next((text for part, text in CSV_ERRORS.items() if part in str(error)), f"malformed CSV: {error}")
+            cure = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
+            raise DataError(f"{text.path}, line {start}: {problem}. {cure}.") from error
+
+    rows = records()
+    names = [name.strip() for _, cells in islice(rows, 1) for name in cells]
+
+    def read(_: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+        for line, cells in rows:
+            if len(cells) != len(names):
+                problem = f"{len(cells)} cell{'s' * (len(cells) != 1)}, expected {len(names)} as in the header"
+                cure = f"Put quotes around a cell that contains {delimiter!r}, or correct the row"
+                raise DataError(f"{text.path}, line {line}: {problem}. {cure}.")
+            if odd := next((cell for cell in cells if _BLANK_QUOTE.fullmatch(cell)), None):
+                raise DataError(
+                    f"{text.path}, line {line}: blanks before the quote of {shorten_value(odd)!r}. Remove them."
+                )
+            yield line, dict(zip(names, cells, strict=True))
+
+    return Table(columns=names, read=read, line=1, note="" if delimiter == "," else f"delimiter {delimiter!r}")
+
+
+def _json_table(text: Text) -> Table:
+    """Read JSON: one object a line, an array of objects, or one object with one list of them."""
+    rows = _json_rows(text)
+    first = list(islice(rows, 2))
+    columns = list(first[0][1]) if first and isinstance(first[0][1], dict) else []
+    lists = [value for value in first[0][1].values() if isinstance(value, list)] if columns and len(first) == 1 else []
+    inner = None
+    if len(lists) == 1 and lists[0] and all(isinstance(item, dict) for item in lists[0]):
+        inner = Table(columns=list(lists[0][0]), read=lambda _: ((-at, item) for at, item in enumerate(lists[0], 1)))
+    line = max(0, first[0][0]) if first else 0
+    return Table(columns=columns, read=lambda _: chain(first, rows), line=line, inner=inner)
+
+
+def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
+    """Yield the elements of an array, else one value after the other, with their lines; read in pieces."""
+    decode = json.JSONDecoder(object_pairs_hook=unique_names).raw_decode
+    buffer, at, line, valid, value = "", 0, 1, {"": False, "[": True, "[]": True}, None
+    while True:
+        start = _GAP.match(buffer, at).end()  # type: ignore[union-attr]
+        problem, end = "", start
+        if start < len(buffer):
+            try:
+                value, end = decode(buffer, start)
+            except (ValueError, RecursionError) as error:
+                problem, end = getattr(error, "msg", str(error)), getattr(error, "pos", start)
+        # What ends with the piece may go on. A long value is tried again after twice its length.
+        cut = (end > len(buffer) - 8 or problem.startswith("Unterminated")) and len(buffer) - at < WHOLE
+        if cut and (piece := text.read(max(PIECE, len(buffer) - at))):
+            buffer, at = buffer[at:] + piece, 0
+            continue
+        marks, done = "".join(buffer[at:start].split()), start == len(buffer)
+        if marks not in valid or (marks and (marks[-1] == "]") != done):
+            problem = f"Expecting {' or '.join(filter(None, valid)) or 'nothing'} between rows, found {marks[:9] or 'nothing'}"
+            end = start
+        if problem:
+            before, near = buffer[:end].rstrip(), buffer[end : end + 20].strip()
+            place = f"{text.path}, line {line + before.count(chr(10), at)}"
+            where = f"column {len(before) - before.rfind(chr(10))}{near and f' (near {near!r})'}"
+            cure = "Expected one object a line, or one array of objects."
+            raise DataError(f"{place}: malformed JSON: {problem.removesuffix(' at')} at {where}. {cure}")
+        if done:
+            return
+        valid = {",": True, "]": True} if valid[marks] else {"": False}
+        line += buffer.count("\n", at, start)
+        yield line, value
+        line, at = line + buffer.count("\n", start, end), end
+
+
+_BLANK_QUOTE = re.compile(r'\s+".*"\s*', re.DOTALL)
+_GAP = re.compile(r"[ \t\r\n,\[\]]*")
+
+
+def _arrow_table(stream: Any, kind: str) -> Table:
+    """Open a parquet file, or an Arrow file or stream."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        parquet = pq.ParquetFile(stream, buffer_size=PIECE, pre_buffer=False)
+        return arrow_rows(parquet.schema_arrow.names, lambda c: parquet.iter_batches(BATCH_ROWS, columns=c))
+    reader: Any = (pa.ipc.open_stream if "stream" in kind else pa.ipc.open_file)(stream)
+    batches = reader if "stream" in kind else map(reader.get_batch, range(reader.num_record_batches))
+    return arrow_rows(reader.schema.names, lambda c: (batch.select(c) for batch in batches))
+
+
+def arrow_rows(names: Sequence[str], batches: Callable[[list[str]], Iterable[Any]]) -> Table:
+    """Return a table of Arrow batches. In lists and structs a null is a field that the row does not have."""
+
+    def read(columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        number = 0
+        for batch in batches(list(columns)):
+            for start in range(0, len(batch), BATCH_ROWS):
+                for row in batch.slice(start, BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield -number, {name: _without_nulls(value) for name, value in row.items()}
+
+    return Table(columns=names, read=read)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
