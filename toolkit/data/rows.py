@@ -14,10 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.run_config import TOO_LONG, TRAIN_ON
 from toolkit.config.tables import ATTENTIONS
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.cache import cache_folder, recall, sealed
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError, StrategyError
+from toolkit.data.chat_template import REMARKS
 from toolkit.data.ingestion import Contents, cache_errors, ingest
 from toolkit.data.packing import IGNORED, Columns, Counts, pack_rows
 from toolkit.data.tokenization import Encoder, read_template, tokenize
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 META = "meta.json"
 
-FORMAT = 1
+FORMAT = 2
 """Version of the cached rows. Raise it when their content changes, so that older rows are not taken for new ones."""
 
 
@@ -52,6 +55,12 @@ class Rows(Result):
     """Prompts and conversations longer than a row, which lost their end."""
     dropped: int
     """Rows without a trained token, left out."""
+    longest: int
+    """Tokens of the longest document."""
+    too_long: int
+    """Documents longer than a row, left out under `too_long` drop."""
+    remarks: dict[str, int]
+    """Key of `chat_template.REMARKS` → documents: what is worth a warning."""
     packed: bool
     """Several documents a row, kept apart by `position_ids`; else one a row, padded, with `attention_mask`."""
     kind: str
@@ -91,6 +100,23 @@ class Rows(Result):
         """Leave the memory maps out: pickle would copy the data."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def warnings(self) -> list[str]:
+        """Return the remarks on its documents as sentences."""
+        return [f"{count:,} of {self.documents:,} rows: {REMARKS[key]}" for key, count in self.remarks.items()]
+
+    def summary(self, train_config: TrainConfig, dp_size: int) -> list[str]:
+        """Return three lines: the rows, what is trained of them, and the epochs of a training's steps."""
+        size = self.count * self.seq_len
+        batch = train_config.micro_batch * train_config.accumulation * dp_size
+        left_out = f", {self.too_long:,} too long" if self.too_long else ""
+        return [
+            f"rows: {self.count:,} of {self.seq_len} tokens from {self.documents:,} documents, {self.tokens:,} tokens,"
+            f" {1 - self.tokens / size:.1%} padding, longest document {self.longest:,}",
+            f"trained: {self.trained_tokens / self.tokens:.1%} of the tokens; {self.truncated:,} documents cut,"
+            f" {self.dropped:,} rows dropped for want of a label{left_out}",
+            f"steps: {train_config.steps:,} of {batch:,} rows are {train_config.steps * batch / self.count:.2f} epochs",
+        ]
+
     def tables(self) -> list[Table]:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("folder", "pad_token_id")]
         return [Table(title="Data", columns=("field", "value"), rows=[(name, getattr(self, name)) for name in names])]
@@ -129,6 +155,9 @@ def prepare_data(
     packing: bool | None = None,
     text_column: str = "text",
     attention: str = "sdpa",
+    train_on: str = TRAIN_ON[0],
+    add_end_token: bool = False,
+    too_long: str = TOO_LONG[0],
 ) -> Rows:
     """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
 
@@ -142,6 +171,9 @@ def prepare_data(
         packing: None packs where `supports_packing(spec, attention)`; True where it does not is refused.
         text_column: the column of JSONL and dataset rows that holds a text.
         attention: the kernel of the training.
+        train_on: `all-turns` of the assistant in a conversation, or its `last-turn`.
+        add_end_token: close a conversation whose template writes no end token.
+        too_long: what happens to prompts and conversations longer than a row: `cut`, `drop`, `split` or `refuse`.
 
     Raises:
         DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.
@@ -158,9 +190,11 @@ def prepare_data(
         mask_prompts=mask_prompts,
         template=template,
         seq2seq=spec.kind == "seq2seq",
+        train_on=train_on,
+        add_end_token=add_end_token,
     )
     about = {"seq_len": seq_len, "packed": packed, "kind": spec.kind, "pad_token_id": tokenizer.pad_token_id}
-    settings = {**about, "format": FORMAT, "eos": encoder.eos, "mask_prompts": mask_prompts, "template": template}
+    settings = {**about, "format": FORMAT, "too_long": too_long, "encoder": encoder.settings}
     key = json.dumps([settings, _tokenizer_state(tokenizer), contents.hash], sort_keys=True)
     fingerprint = hashlib.sha256(key.encode()).hexdigest()
     folder = cache_folder("data") / fingerprint
@@ -168,9 +202,8 @@ def prepare_data(
         if find_rows(fingerprint) is None:
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".rows-") as work:
                 encoded, counts = tokenize(contents, encoder), Counts()
-                rows = pack_rows(
-                    encoded, counts, kind=spec.kind, packed=packed, seq_len=seq_len, pad=about["pad_token_id"]
-                )
+                size = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id, "too_long": too_long}
+                rows = pack_rows(encoded, counts, kind=spec.kind, **size)
                 _write(Path(work, "rows"), rows, counts, {**about, "fingerprint": fingerprint})
                 if os.path.lexists(folder):
                     folder.rename(Path(work, "damaged"))
@@ -224,7 +257,8 @@ def _write(folder: Path, rows: Iterable[Columns], counts: Counts, about: dict[st
     if not count:
         raise DataError(
             f"data: no token to train on: {counts.documents} documents gave {counts.dropped} rows, none with a trained"
-            f" label. Give more text, a --seq-len above {about['seq_len']} where prompts fill it, or --no-mask-prompts."
+            f" label, and {counts.too_long} were too long. Give more text, a --seq-len above {about['seq_len']} where prompts"
+            " fill it, or --no-mask-prompts."
         )
     meta = {**about, **dataclasses.asdict(counts), "count": count}
     (folder / META).write_bytes(sealed(META, json.dumps(meta).encode()))

@@ -133,6 +133,9 @@ def run_preflight(
             packing=None if run_config.packing else False,
             text_column=run_config.text_column,
             attention=resolved.strategy.attention,
+            train_on=run_config.train_on,
+            add_end_token=run_config.add_end_token,
+            too_long=run_config.too_long,
         )
         notes += [f"{name}: {each.source.summary}"] if each.source.summary else []
     if prepared is None and strategy.adapter == "none":
@@ -141,6 +144,9 @@ def run_preflight(
     data = rows["data"]
     assert data is not None, "the data were prepared by the parent, or read here"
     check_batch(data, resolved.train_config, dp_size=resolved.parallelism.dp_size)
+    if prepared is None:
+        notes += [f"{name}: {warning}" for name, each in rows.items() if each for warning in each.warnings()]
+        notes += data.summary(resolved.train_config, resolved.parallelism.dp_size)
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
 
 
