@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import TOO_LONG, TRAIN_ON
 from toolkit.config.tables import ATTENTIONS
-from toolkit.config.train_config import TrainConfig
 from toolkit.core.cache import cache_folder, recall, sealed
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError, StrategyError
-from toolkit.data.chat_template import REMARKS
+from toolkit.models.chat_template import REMARKS
 from toolkit.data.ingestion import Contents, cache_errors, ingest
 from toolkit.data.packing import IGNORED, Columns, Counts, pack_rows
 from toolkit.data.tokenization import Encoder, read_template, tokenize
@@ -103,19 +102,6 @@ class Rows(Result):
     def warnings(self) -> list[str]:
         """Return the remarks on its documents as sentences."""
         return [f"{count:,} of {self.documents:,} rows: {REMARKS[key]}" for key, count in self.remarks.items()]
-
-    def summary(self, train_config: TrainConfig, dp_size: int) -> list[str]:
-        """Return three lines: the rows, what is trained of them, and the epochs of a training's steps."""
-        size = self.count * self.seq_len
-        batch = train_config.micro_batch * train_config.accumulation * dp_size
-        left_out = f", {self.too_long:,} too long" if self.too_long else ""
-        return [
-            f"rows: {self.count:,} of {self.seq_len} tokens from {self.documents:,} documents, {self.tokens:,} tokens,"
-            f" {1 - self.tokens / size:.1%} padding, longest document {self.longest:,}",
-            f"trained: {self.trained_tokens / self.tokens:.1%} of the tokens; {self.truncated:,} documents cut,"
-            f" {self.dropped:,} rows dropped for want of a label{left_out}",
-            f"steps: {train_config.steps:,} of {batch:,} rows are {train_config.steps * batch / self.count:.2f} epochs",
-        ]
 
     def tables(self) -> list[Table]:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("folder", "pad_token_id")]

@@ -146,8 +146,21 @@ def run_preflight(
     check_batch(data, resolved.train_config, dp_size=resolved.parallelism.dp_size)
     if prepared is None:
         notes += [f"{name}: {warning}" for name, each in rows.items() if each for warning in each.warnings()]
-        notes += data.summary(resolved.train_config, resolved.parallelism.dp_size)
+        notes += _summary(data, resolved)
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
+
+
+def _summary(rows: Rows, job: Job) -> list[str]:
+    """Return three lines: the rows, the trained part of them, and the epochs of the steps."""
+    config, size = job.train_config, rows.count * rows.seq_len
+    batch = config.micro_batch * config.accumulation * job.parallelism.dp_size
+    return [
+        f"rows: {rows.count:,} of {rows.seq_len} tokens, {1 - min(rows.tokens / size, 1):.1%} of them padding, from"
+        f" {rows.documents:,} documents of up to {rows.longest:,} tokens",
+        f"tokens: {rows.tokens:,}, {rows.trained_tokens / rows.tokens:.1%} of them trained; {rows.truncated:,} documents"
+        f" cut, {rows.too_long:,} left out as too long, {rows.dropped:,} rows dropped without a trained label",
+        f"epochs: {config.steps * batch / rows.count:.2f} ({config.steps:,} steps of {batch:,} rows)",
+    ]
 
 
 def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware, start: int = 0) -> Preflight:
