@@ -19,7 +19,6 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.cache import cache_folder, recall, sealed
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError, StrategyError
-from toolkit.models.chat_template import REMARKS
 from toolkit.data.ingestion import Contents, cache_errors, ingest
 from toolkit.data.packing import IGNORED, Columns, Counts, pack_rows
 from toolkit.data.tokenization import Encoder, read_template, tokenize
@@ -99,10 +98,6 @@ class Rows(Result):
         """Leave the memory maps out: pickle would copy the data."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def warnings(self) -> list[str]:
-        """Return the remarks on its documents as sentences."""
-        return [f"{count:,} of {self.documents:,} rows: {REMARKS[key]}" for key, count in self.remarks.items()]
-
     def tables(self) -> list[Table]:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("folder", "pad_token_id")]
         return [Table(title="Data", columns=("field", "value"), rows=[(name, getattr(self, name)) for name in names])]
@@ -167,7 +162,7 @@ def prepare_data(
     """
     from filelock import FileLock
 
-    packed = _check(tokenizer, spec, seq_len, packing, attention)
+    packed = check_request(tokenizer, spec, seq_len, packing, attention)
     template = read_template(chat_template)
     contents = source if isinstance(source, Contents) else ingest(source, text_column=text_column)
     encoder = Encoder(
@@ -204,7 +199,7 @@ def supports_packing(spec: ModelSpec, attention: str = "sdpa") -> bool:
     return separates_documents(spec, joined=ATTENTIONS[attention].joins_rows)
 
 
-def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None, attention: str) -> bool:
+def check_request(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None, attention: str) -> bool:
     """Refuse settings that this model cannot take. Return whether its rows are packed."""
     if spec.max_positions is not None and seq_len > spec.max_positions:
         raise StrategyError(

@@ -22,9 +22,9 @@ from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child, hold_signals
-from toolkit.models.chat_template import ChatTemplate, Rendered
 from toolkit.data.files import KINDS, PAIR, Document
 from toolkit.data.ingestion import Contents
+from toolkit.models.chat_template import ChatTemplate, Rendered
 
 BATCH = 64
 """Texts that are given to the tokenizer at once: it works on them in parallel."""

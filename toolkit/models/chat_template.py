@@ -20,6 +20,12 @@ REMARKS = {
 }
 """What is worth a warning about a conversation. Each appears once for a data set, with the number of rows."""
 
+
+def spell_remarks(remarks: Mapping[str, int], documents: int) -> list[str]:
+    """Return a sentence for each kind of remark."""
+    return [f"{count:,} of {documents:,} documents: {REMARKS[key]}." for key, count in remarks.items()]
+
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
