@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.data.tokenization import Encoded
     from toolkit.models import ModelSpec
 
-DOCUMENTS, CHARACTERS = 20_000, 1_000_000
+DOCUMENTS, CHARACTERS = 20_000, 500_000
 """The sample ends at either of them."""
 
 SHOWN, SHOWN_TOKENS = 3, 400
@@ -52,10 +52,10 @@ class Preview(Result):
 
     def headline(self) -> str:
         counts = self.counts
-        sample = "" if counts["complete"] else "the first "
+        sample = "Its" if counts["complete"] else "The first"
         share = counts["trained_tokens"] / max(1, counts["tokens"])
         return (
-            f"{self.data}: {self.format}. {sample}{counts['documents']:,} documents have {counts['tokens']:,} tokens,"
+            f"{self.data}: {self.format}. {sample} {counts['documents']:,} documents have {counts['tokens']:,} tokens,"
             f" {share:.1%} of them trained, and fill {counts['rows']:,} rows of {counts['seq_len']:,} with"
             f" {counts['padding']:.1%} padding."
         )
@@ -168,7 +168,7 @@ def _sample(documents: Iterator[Document]) -> tuple[list[Document], bool]:
         if len(sample) == DOCUMENTS or size > CHARACTERS:
             return sample, False
         sample.append(document)
-        size += len(str(document.content))
+        size += sum(len(value if isinstance(value, str) else str(value)) for value in document.content.values())
     return sample, True
 
 

@@ -663,6 +663,37 @@ def test_seq2seq() -> None:
     assert counts == Counts(documents=2, tokens=13, trained_tokens=6, longest=8)
 
 
+LONG = document(list(range(10, 24)), "00001111111111", atomic=True)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "rows", "figures"),
+    [
+        ("cut", [[10, 11, 12, 13, 14, 15]], {"truncated": 1, "trained_tokens": 2}),
+        ("drop", [], {"too_long": 1}),
+        ("split", [[10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21], [22, 23, 2, 2, 2, 2]], {"trained_tokens": 8}),
+    ],
+)
+def test_too_long(too_long: str, rows: list[list[int]], figures: dict[str, int]) -> None:
+    for packed in (True, False):
+        found, counts = rows_of([LONG], too_long=too_long, packed=packed)
+        assert [row["input_ids"] for row in found] == rows
+        assert {name: getattr(counts, name) for name in figures} == figures
+        assert (counts.documents, counts.longest) == (1, 14)
+    text = document(list(range(10, 18)))
+    assert len(rows_of([text], too_long=too_long)[0]) == (0 if too_long == "drop" else 2), (
+        "a text goes on in the next row"
+    )
+
+
+def test_too_long_is_refused() -> None:
+    long = replace(LONG, where="chat.jsonl, line 3")
+    with pytest.raises(DataError, match=r"chat.jsonl, line 3: has 14 tokens, expected at most 6 \(--seq-len\)"):
+        rows_of([long], too_long="refuse")
+    with pytest.raises(DataError, match="under --too-long split"):
+        rows_of([replace(long, split=2)], too_long="split", kind="seq2seq", packed=False)
+
+
 def test_t5_trains_on_them(tokenizer: Any, tmp_path: Path) -> None:
     config = tiny("t5", d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
     spec = spec_of(config, kind="seq2seq")
@@ -688,7 +719,9 @@ def trained_text(rows: data.Rows, tokenizer: Any) -> str:
 
 def test_prompts_are_masked(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "import ", "completion": "os.path"})
-    assert trained_text(data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16), tokenizer) == " os.path<|eos|>"  # the token over the border
+    assert (
+        trained_text(data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16), tokenizer) == " os.path<|eos|>"
+    )  # the token over the border
     everything = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16, mask_prompts=False)
     assert everything.trained_tokens == everything.tokens - 1
 
