@@ -1,7 +1,9 @@
 """What is trained: spans of a conversation's one text, and of prompt and completion, by published chat templates."""
 
+# ruff: noqa: E501 - templates as they are published
 from __future__ import annotations
 
+import random
 from itertools import groupby
 from typing import Any
 
@@ -230,7 +232,7 @@ MARKED = (
 MARKED_WITHOUT_END = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
 END_ONCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
 NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-ALWAYS_PROMPTS = NO_PROMPT + "<|im_start|>assistant\n"
+ALWAYS_PROMPTS = NO_PROMPT + "{{ '<|im_start|>assistant\n' }}"
 THINK_PROMPT = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
 MARKERS = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
@@ -330,6 +332,7 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], list[str], set[str]]] = {
         CHATML, chat("a<|im_end|>\n<|im_start|>assistant\nb", "yes", "c", "no"), ["yes<|im_end|>\n", "no<|im_end|>\n"], set()
     ),
     "whitespace around": (LLAMA_3, chat(" hi\n", "\n yes ", "why", "no"), ["yes<|eot_id|>", "no<|eot_id|>"], set()),
+    "an empty answer": (CHATML, chat("hi", "", "why", "no"), ["<|im_end|>\n", "no<|im_end|>\n"], set()),
     "whitespace kept": (CHATML, chat("hi", "\n yes \n"), ["\n yes \n<|im_end|>\n"], set()),
     "whitespace kept without a prompt": (NO_PROMPT, chat("hi", "\n\nyes \n"), ["\n\nyes \n<|im_end|>\n"], set()),
 }  # fmt: skip
@@ -514,3 +517,24 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
         encode({"prompt": "hi", "completion": "yes"}, tokenizer=slow)
     pair = encode({"prompt": "hi", "completion": "yes"}, tokenizer=slow, seq2seq=True)
     assert pair.ids[pair.split :] == slow("yes")["input_ids"]
+
+
+PIECES = [
+    "a", "u", "yes", "\n", "  ", "assistant", "<|im_end|>", "<|im_start|>assistant\n", "user", "<|eot_id|>", "###", " hi", "\n\n",
+    "<think>x</think>", "é", "</s>", "[/INST]", "🙂", "<end_of_turn>\n",
+]  # fmt: skip
+ENDS = {
+    "ChatML": (CHATML, "{}<|im_end|>\n", str), "Llama 3": (LLAMA_3, "{}<|eot_id|>", str.strip),
+    "Gemma": (GEMMA, "{}<end_of_turn>\n", str.strip), "Qwen2.5": (QWEN_25, "{}<|im_end|>\n", str),
+    "Mistral": (MISTRAL, "{}</s>", str), "Llama 2": (LLAMA_2, " {} </s>", str.strip), "without": (NO_PROMPT, "{}<|im_end|>\n", str),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_any_content_is_located(name: str) -> None:
+    template, end, render = ENDS[name]
+    generator = random.Random(name)
+    for _ in range(100):
+        contents = ["".join(generator.choices(PIECES, k=generator.randint(1, 5))) + "a" for _ in range(4)]
+        found = trained(encode({"messages": chat(*contents)}, template))
+        assert found == [end.format(render(content)) for content in contents[1::2]], contents

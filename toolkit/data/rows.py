@@ -153,7 +153,7 @@ def prepare_data(
         text_column: the column of JSONL and dataset rows that holds a text.
         attention: the kernel of the training.
         train_on: `all-turns` of the assistant in a conversation, or its `last-turn`.
-        add_end_token: close a conversation whose template writes no end token.
+        add_end_token: close a conversation that its template leaves open.
         too_long: what happens to prompts and conversations longer than a row: `cut`, `drop`, `split` or `refuse`.
 
     Raises:

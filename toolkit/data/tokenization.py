@@ -98,13 +98,8 @@ class Encoder:
 
     def _tokens(self, texts: list[str], special: bool, offsets: bool = False) -> Any:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
-        return self._tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_offsets_mapping=offsets,
-            verbose=False,
-        )
+        options = {"add_special_tokens": special, "return_attention_mask": False, "return_offsets_mapping": offsets}
+        return self._tokenizer(texts, verbose=False, **options)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -144,9 +139,8 @@ class Encoder:
         )
         for document, prompt, completion in zip(documents, prompts, map(self._with_eos, completions), strict=True):
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
-            yield Encoded(
-                ids=prompt + completion, trained=trained, atomic=True, split=len(prompt), where=document.where
-            )
+            places = {"split": len(prompt), "where": document.where}
+            yield Encoded(ids=prompt + completion, trained=trained, atomic=True, **places)
 
     def _chat_template(self, document: Document) -> ChatTemplate:
         if self.seq2seq:

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names of an answer's reasoning in its message."""
 
+_FIELDS = {"content", *REASONING}
 _THINK = re.compile(r"<think>\s*(?=[^\s<]|<(?!/think>))")
-_THOUGHT = re.compile(r"</think>\s*(?=\S)")
+_THOUGHT = re.compile(r"(?s).*</think>\s*(?=\S)")  # up to the last one
 
 Span: TypeAlias = tuple[int, int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -36,7 +37,7 @@ class Layout:
     """What a template writes around an answer."""
 
     prompt: str
-    """The generation prompt; empty in a template without one."""
+    """The generation prompt. In a template without one: what follows a question, if that stands right before the answer."""
     header: str
     """From a user's content to the answer."""
     end: str
@@ -50,14 +51,15 @@ class Layout:
 def with_marks(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """Return a message with marks inside the whitespace around its texts, which a template may strip."""
     result = dict(message)
-    for name in ("content", *REASONING):
+    for name in message.keys() & _FIELDS:
         if text := _text(message, name):
             before, core, after = _margins(text)
             if name == "content":
-                core = _THINK.sub(lambda match: match[0] + mark.format("r"), core)
-                core = _THOUGHT.sub(lambda match: match[0] + mark.format("t"), core)
-            first = "s" if name == "content" else "r"
-            result[name] = before + mark.format(first) + core + mark.format("e") * (first == "s") + after
+                if "think>" in core:
+                    core = _THINK.sub(lambda match: match[0] + mark.format("r"), core, count=1)
+                    core = _THOUGHT.sub(lambda match: match[0] + mark.format("t"), core, count=1)
+                core += mark.format("e")
+            result[name] = before + mark.format("s" if name == "content" else "r") + core + after
     return result
 
 
@@ -92,12 +94,12 @@ def turns(text: str, messages: Messages, marks: Marks, layout: Layout) -> Iterat
     low = 0
     for index, message in enumerate(messages):
         if message.get("role") == "assistant":
-            later = (places.values() for other, places in marks.items() if other > index)
+            later = [marks[other].values() for other in marks if other > index]
             bound = min((place for places in later for place in places if place >= low), default=len(text))
             start, differs = _start(text, index, message, marks.get(index, {}), layout, low, bound)
             end = marks.get(index, {}).get("e")
             low = _end(text, start, bound, message, end, layout, index == len(messages) - 1)
-            if low <= start:
+            if low < start:
                 raise NotLocated(index)
             yield index, ((start, low), differs)
         else:
@@ -109,7 +111,7 @@ def _start(
 ) -> tuple[int, bool]:
     """Return where a model would begin to write: after the generation prompt, else at the content."""
     first, prompt = min(places.values(), default=-1), layout.prompt
-    if not any(_text(message, name) for name in ("content", *REASONING)):  # calls of tools alone
+    if not places and not any(_text(message, name) for name in _FIELDS):  # calls of tools alone
         prompt = prompt or layout.header.rstrip(" ")
         at = text.find(prompt, low, bound) if prompt else -1
         if at < 0:
@@ -117,9 +119,9 @@ def _start(
         return at + len(prompt), False
     if first < low:
         raise NotLocated(index)
-    # The content may begin with the end of the prompt: <think>.
-    if prompt and (at := text.rfind(prompt, low, first + len(prompt) - 1)) >= 0:
-        return at + len(prompt), False
+    for more in (0, len(prompt) - 1):  # the content may begin with the end of the prompt: <think>
+        if prompt and (at := text.rfind(prompt, low, first + more)) >= 0:
+            return at + len(prompt), False
     content = str(message.get("content") or "")
     before, *_ = _margins(content if "s" in places else content.rpartition("</think>")[2])
     kept = text.endswith(layout.header[-3:] + before, low, first)  # a template may strip it
@@ -132,8 +134,8 @@ def _end(
     """Return where a turn ends, with its end token. -1: its place is open."""
     ends = [layout.tail, layout.end] if last else [layout.end]
     base = start if content is None else content
-    if content is not None and not message.get("tool_calls"):
-        *_, after = _margins(message["content"])
+    if not message.get("tool_calls"):
+        *_, after = _margins(str(message.get("content") or ""))
         for known in (gap + end for end in ends for gap in (after, "")):
             if text.startswith(known, base, bound):
                 return base + len(known)
@@ -150,10 +152,14 @@ def _text(message: Mapping[str, Any], name: str) -> str:
 
 
 def _reasons(message: Mapping[str, Any]) -> bool:
-    return any(_text(message, name) for name in REASONING) or bool(_THINK.search(_text(message, "content")))
+    content = _text(message, "content")
+    return ("think>" in content and bool(_THINK.search(content))) or any(_text(message, name) for name in REASONING)
 
 
 def _margins(text: str) -> tuple[str, str, str]:
     """Return the whitespace before, the content, and the whitespace after it."""
-    before, core = text[: len(text) - len(text.lstrip())], text.strip()
+    core = text.strip()
+    if len(core) == len(text):
+        return "", text, ""
+    before = text[: len(text) - len(text.lstrip())]
     return before, core, text[len(before) + len(core) :]

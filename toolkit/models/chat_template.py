@@ -106,8 +106,8 @@ class ChatTemplate:
         return Rendered(text=text, spans=spans, where=where, closed=closed, remarks=sorted(remarks))
 
     def _render(self, messages: Messages, where: str, **options: Any) -> str:
-        names = {name for message in messages for name in message if name == "tool_calls"} | options.keys()
-        if missing := [name for name in ("tools", "tool_calls") if name in names and name not in self.template]:
+        names = {"tools": "tools" in options, "tool_calls": any("tool_calls" in message for message in messages)}
+        if missing := [name for name, given in names.items() if given and name not in self.template]:
             problem = f"has {missing[0]!r}, which the chat template does not use"
             raise DataError(f"{where}: {problem}. Give one that does with --chat-template FILE, or remove the row.")
         try:
@@ -122,14 +122,13 @@ class ChatTemplate:
     def _marks(self, text: str, messages: Messages, tools: Mapping[str, Any]) -> Marks | None:
         """Return where contents lie in `text`; of the assistant's messages alone, if the template looks at the others."""
         mark = next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
-        marked = [with_marks(message, f"{mark}{index}{{}}{mark}") for index, message in enumerate(messages)]
-        answers = [
-            each if message.get("role") == "assistant" else message
-            for each, message in zip(marked, messages, strict=True)
-        ]
-        for attempt in (marked, answers):
+        for roles in (None, "assistant"):
+            marked = [
+                with_marks(message, f"{mark}{index}{{}}{mark}") if roles in (None, message.get("role")) else message
+                for index, message in enumerate(messages)
+            ]
             with contextlib.suppress(DataError):
-                if (marks := read_marks(self._render(attempt, "", **tools), mark, text)) is not None:
+                if (marks := read_marks(self._render(marked, "", **tools), mark, text)) is not None:
                     return marks
         return None
 
@@ -157,7 +156,10 @@ class ChatTemplate:
             after = end = self._whole(
                 between, min(len(end), len(between) - _common(between[::-1], text[:question][::-1]))
             )
-        return Layout(prompted[_common(plain, prompted) :], header, end, after, self._added)
+        prompt, asked = prompted[_common(plain, prompted) :], plain[question + 1 :]
+        if not prompt and header.startswith(asked) and not header[len(asked) :].strip():
+            prompt = asked
+        return Layout(prompt, header, end, after, self._added)
 
     def _whole(self, text: str, limit: int) -> str:
         """Cut a text to at most `limit` characters, after a line break or an added token: markers begin alike."""
