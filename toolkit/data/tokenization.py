@@ -139,7 +139,7 @@ class Encoder:
         )
         for document, prompt, completion in zip(documents, prompts, map(self._with_eos, completions), strict=True):
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
-            places = {"split": len(prompt), "where": document.where}
+            places: dict[str, Any] = {"split": len(prompt), "where": document.where}
             yield Encoded(ids=prompt + completion, trained=trained, atomic=True, **places)
 
     def _chat_template(self, document: Document) -> ChatTemplate:
