@@ -9,6 +9,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, StrategyMismatch, ToolkitError
+from toolkit.data_preview import preview
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import diagnose, environment
 from toolkit.engines.plugins import import_plugins
@@ -58,6 +59,7 @@ __all__ = [
     "plan",
     "prepare",
     "prepared",
+    "preview",
     "profile_steps",
     "report",
     "resume",

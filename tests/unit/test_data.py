@@ -627,7 +627,7 @@ def test_packed_text_flows_on() -> None:
             "position_ids": [0, 1, 2, 0, 1, 2],
         },
     ]
-    assert counts == Counts(documents=2, tokens=9, trained_tokens=6)
+    assert counts == Counts(documents=2, tokens=9, trained_tokens=6, longest=5)
 
 
 def test_packed_conversations_stay_whole() -> None:
@@ -636,7 +636,7 @@ def test_packed_conversations_stay_whole() -> None:
     found, counts = rows_of([document([5, 6, 7, 2], "0011", True), long, document([8, 2], "01", True), prompt_only])
     assert [row["input_ids"] for row in found] == [[10, 11, 12, 13, 14, 15], [5, 6, 7, 2, 8, 2]]
     assert [row["labels"] for row in found] == [[-100] * 3 + [13, 14, 15], [-100, -100, 7, 2, -100, 2]]
-    assert counts == Counts(documents=4, tokens=12, trained_tokens=6, truncated=2, dropped=1)
+    assert counts == Counts(documents=4, tokens=12, trained_tokens=6, truncated=2, dropped=1, longest=8)
 
 
 def test_padded() -> None:
@@ -647,7 +647,7 @@ def test_padded() -> None:
         "attention_mask": [1, 1, 1, 0, 0, 0],
     }
     assert [row["input_ids"] for row in found[1:]] == [[7, 8, 9, 10, 11, 12]]
-    assert counts == Counts(documents=2, tokens=9, trained_tokens=7, dropped=1)
+    assert counts == Counts(documents=2, tokens=9, trained_tokens=7, dropped=1, longest=7)
 
 
 def test_seq2seq() -> None:
@@ -658,7 +658,38 @@ def test_seq2seq() -> None:
         {"input_ids": [1, 3, 4], "labels": [5, 6, 7], "attention_mask": [1, 1, 1]},
         {"input_ids": [8, 0, 0], "labels": [9, -100, -100], "attention_mask": [1, 0, 0]},
     ]
-    assert counts == Counts(documents=2, tokens=13, trained_tokens=6)
+    assert counts == Counts(documents=2, tokens=13, trained_tokens=6, longest=8)
+
+
+LONG = document(list(range(10, 24)), "00001111111111", atomic=True)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "rows", "figures"),
+    [
+        ("cut", [[10, 11, 12, 13, 14, 15]], {"truncated": 1, "trained_tokens": 2}),
+        ("drop", [], {"too_long": 1}),
+        ("split", [[10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21], [22, 23, 2, 2, 2, 2]], {"trained_tokens": 8}),
+    ],
+)
+def test_too_long(too_long: str, rows: list[list[int]], figures: dict[str, int]) -> None:
+    for packed in (True, False):
+        found, counts = rows_of([LONG], too_long=too_long, packed=packed)
+        assert [row["input_ids"] for row in found] == rows
+        assert {name: getattr(counts, name) for name in figures} == figures
+        assert (counts.documents, counts.longest) == (1, 14)
+    text = document(list(range(10, 18)))
+    assert len(rows_of([text], too_long=too_long)[0]) == (0 if too_long == "drop" else 2), (
+        "a text goes on in the next row"
+    )
+
+
+def test_too_long_is_refused() -> None:
+    long = replace(LONG, where="chat.jsonl, line 3")
+    with pytest.raises(DataError, match=r"chat.jsonl, line 3: has 14 tokens, expected at most 6 \(--seq-len\)"):
+        rows_of([long], too_long="refuse")
+    with pytest.raises(DataError, match="under --too-long split"):
+        rows_of([replace(long, split=2)], too_long="split", kind="seq2seq", packed=False)
 
 
 def test_t5_trains_on_them(tokenizer: Any, tmp_path: Path) -> None:
@@ -686,7 +717,9 @@ def trained_text(rows: data.Rows, tokenizer: Any) -> str:
 
 def test_prompts_are_masked(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "import ", "completion": "os.path"})
-    assert trained_text(data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16), tokenizer) == "os.path<|eos|>"
+    assert (
+        trained_text(data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16), tokenizer) == " os.path<|eos|>"
+    )  # the token over the border
     everything = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=16, mask_prompts=False)
     assert everything.trained_tokens == everything.tokens - 1
 
@@ -734,9 +767,9 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}"
         "{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"message 1: the chat template writes earlier turns differently.*generation"):
+    with pytest.raises(DataError, match=r"message 1: the assistant's turn cannot be located.*generation"):
         prepare(chat_template=forgetful)
-    # A tokenizer that makes no token of whitespace: transformers then loses the end of the marked part.
+    # A tokenizer that makes no token of whitespace: transformers' own mask loses the end of the marked part.
     words = Tokenizer(models.WordLevel(unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(
@@ -745,8 +778,8 @@ def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="?", eos_token=".", pad_token="."
     )
-    with pytest.raises(DataError, match=r"message 2 \(user\) would be trained as the assistant's"):
-        prepare(chat_template=MARKED)
+    rows = data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, chat_template=MARKED, packing=False)
+    assert trained_text(rows, tokenizer) == "import os return 0"
 
 
 # ---- the cache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
-from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, timeline
+from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, preview, timeline
 from toolkit.cli.run_commands import compare, export, launch, report, resume, runs, stop, train, watch
 from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.run_config import RunConfig
@@ -85,6 +86,25 @@ PLANNING = (
     _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command"),
     *BUDGET,
 )
+PREVIEW = (
+    _argument("model", metavar="MODEL", help="Hub id, folder, or embedded"),
+    _argument("data", metavar="DATA", help="text, JSONL, folder, dataset, or embedded"),
+    REMOTE_CODE,
+    _argument("--seq-len", type=int, help=f"tokens of a row (default: {TrainConfig().seq_len})"),
+)
+PREVIEWED = (
+    "mask_prompts",
+    "train_on",
+    "add_end_token",
+    "too_long",
+    "chat_template",
+    "text_column",
+    "columns",
+    "data_format",
+    "packing",
+)
+"""The fields of `RunConfig` that decide how data are read and what is trained of them."""
+
 CONFIG = (
     _argument("--processes", type=int, help=f"ranks in all ({RANKS}, times --nodes)"),
     _argument("--nodes", type=int, default=1, help="machines (default: 1)"),
@@ -170,6 +190,8 @@ def build_parser() -> Parser:
     )
     add(timeline, [*FORECASTING, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
     add(precisions, [*FORECASTING, COMPARED_RUN], Strategy)
+    other_fields = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name not in PREVIEWED)
+    add(preview, PREVIEW, RunConfig, without=other_fields)
     add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     add(config, CONFIG, Strategy)
     add(train, [RANKS_HERE, RUN_DIR, CONTINUE, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)

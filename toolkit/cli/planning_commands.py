@@ -1,4 +1,4 @@
-"""Commands before a run: `doctor`, `describe`, `forecast`, `timeline`, `precisions`, `plan`, `config`."""
+"""Commands before a run: `doctor`, `describe`, `forecast`, `timeline`, `precisions`, `preview`, `plan`, `config`."""
 
 from __future__ import annotations
 
@@ -87,6 +87,15 @@ def precisions(flags: argparse.Namespace) -> Result:
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     strategies_ = strategies(flags, "ddp,zero3,fsdp")
     return dtype_report(model, strategies_, flags.hardware, ranks=flags.processes, run=flags.run)
+
+
+def preview(flags: argparse.Namespace) -> Result:
+    """Show the first documents of a data set as tokens, with the trained ones marked. Starts no run."""
+    from toolkit.config.run_config import RunConfig
+    from toolkit.data_preview import preview
+
+    seq_len = flags.seq_len or TrainConfig().seq_len
+    return preview(flags.model, flags.data, run_config=read(RunConfig, flags), seq_len=seq_len)
 
 
 def plan(flags: argparse.Namespace) -> Result:

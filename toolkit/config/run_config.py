@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.flags import amount, validate
+from toolkit.config.flags import amount, choice, validate
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ToolkitError
 
 EMBEDDED = "embedded"
 """The name of the model and of the data that are used where none are named."""
+
+TRAIN_ON = ("all-turns", "last-turn")
+TOO_LONG = ("cut", "drop", "split", "refuse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,12 @@ class RunConfig:
     """In optimizer steps."""
     mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
+    train_on: str = choice("all-turns", TRAIN_ON, "turns of the assistant to train on")
+    """Of a conversation; a message with `weight` 0 is not trained."""
+    add_end_token: bool = amount(False, "train an end token after answers without one")
+    """For a chat template without an end token, or with one outside `{% generation %}`."""
+    too_long: str = choice("cut", TOO_LONG, "prompts and chats over seq_len; a text is continued")
+    """`cut` loses the end, `split` continues in further rows. A text goes on in the next row under both."""
     chat_template: str | None = amount(None, "a Jinja file, in place of the tokenizer's own")
     """A file with a template."""
     text_column: str = amount("text", "column with the text, in JSONL and dataset rows")

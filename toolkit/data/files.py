@@ -41,8 +41,10 @@ class Document:
 class Findings:
     """What reading a source shows."""
 
+    names: dict[str, None] = field(default_factory=dict)
+    """The formats of its files, in order."""
     formats: dict[str, None] = field(default_factory=dict)
-    """The formats and columns of its files, for the user, in order."""
+    """The same with their columns, for the user."""
     trained: int = 0
     """Conversations with a turn of the assistant that is trained."""
     untrained: Counter[str] = field(default_factory=Counter)
@@ -98,6 +100,7 @@ def documents(
     for file in range(len(source.places)):
         with read_errors(source.places[file]), source.open(file) as data:
             if isinstance(data, Text):
+                findings.names["text"] = None
                 yield from _texts(data, file)
             else:
                 yield from _rows(data, file, source, data_format, renamed, findings)
@@ -137,6 +140,7 @@ def _rows(
         used = [column for column in form.columns.values() if column in table.columns]
         unused = ", ".join(column for column in table.columns if column not in used)
         notes = (f"format {form.name} ({', '.join(used)})", unused and f"not used: {unused}", table.note)
+        findings.names[form.name] = None
         findings.formats["; ".join(filter(None, notes))] = None
     for line, row in table.read(used):
         where = source.where(file, line)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from toolkit.core.errors import DataError
 from toolkit.data.tokenization import Encoded
 
 if TYPE_CHECKING:
@@ -29,23 +30,36 @@ class Counts:
     tokens: int = 0
     """In the returned rows, without padding."""
     trained_tokens: int = 0
+    longest: int = 0
+    """Tokens of the longest document; of an encoder-decoder's pair, those of its longer half."""
     truncated: int = 0
     """Prompts and conversations that were longer than a row, and lost their end."""
     dropped: int = 0
     """Rows without a trained label, left out."""
+    too_long: int = 0
+    """Documents longer than a row, left out."""
+    remarks: dict[str, int] = field(default_factory=dict)
+    """Key of `chat_template.REMARKS` → documents."""
 
 
 def pack_rows(
-    encoded: Iterable[Encoded], counts: Counts, *, kind: str, packed: bool, seq_len: int, pad: int
+    encoded: Iterable[Encoded],
+    counts: Counts,
+    *,
+    kind: str,
+    packed: bool,
+    seq_len: int,
+    pad: int,
+    too_long: str = "cut",
 ) -> Iterator[Columns]:
     """Yield rows in a fixed order, without those that have no trained label; `counts` counts the documents.
 
     A text continues from row to row: the rest that does not fit starts the next row as a document of its own.
-    Prompts and conversations are never cut in two, only truncated to `seq_len`. For `seq2seq` the prompt is the input
+    Prompts and conversations longer than `seq_len` are truncated, or as `too_long` says. For `seq2seq` the prompt is the input
     and the completion the labels; of a text, each 2 × `seq_len` tokens (or what is left) are a row, the first half the
     input and the second the labels.
     """
-    documents = _count_documents(encoded, counts, kind == "seq2seq", seq_len)
+    documents = _fitted(encoded, counts, kind == "seq2seq", seq_len, too_long)
     if kind == "seq2seq":
         rows = (_pair_columns(*pair, seq_len, pad) for pair in _seq2seq(documents, seq_len))
     else:
@@ -61,13 +75,32 @@ def pack_rows(
             counts.dropped += 1
 
 
-def _count_documents(encoded: Iterable[Encoded], counts: Counts, seq2seq: bool, seq_len: int) -> Iterator[Encoded]:
+def _fitted(
+    encoded: Iterable[Encoded], counts: Counts, seq2seq: bool, seq_len: int, too_long: str
+) -> Iterator[Encoded]:
+    """Count documents. Drop, split or refuse those longer than a row. A text goes on in the next row under cut and split."""
     for document in encoded:
-        counts.documents += 1
         size = len(document.ids)
         longest = max(document.split, size - document.split) if seq2seq else size
-        counts.truncated += document.atomic and longest > seq_len
-        yield document
+        counts.documents += 1
+        counts.longest = max(counts.longest, longest)
+        for remark in document.remarks:
+            counts.remarks[remark] = counts.remarks.get(remark, 0) + 1
+        goes_on = not document.atomic and too_long in ("cut", "split")
+        if longest <= seq_len or goes_on or too_long == "cut":
+            counts.truncated += longest > seq_len and not goes_on
+            yield document
+        elif too_long == "drop":
+            counts.too_long += 1
+        elif too_long == "split" and not document.split:
+            for start in range(0, size, seq_len):
+                piece = slice(start, start + seq_len)
+                yield replace(document, ids=document.ids[piece], trained=document.trained[piece])
+        else:
+            raise DataError(
+                f"{document.where}: has {longest:,} tokens, expected at most {seq_len:,} (--seq-len) under --too-long"
+                f" {too_long}. Shorten it, raise --seq-len, or use --too-long cut or drop."
+            )
 
 
 @dataclass(eq=False)

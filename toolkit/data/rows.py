@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.run_config import TOO_LONG, TRAIN_ON
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.cache import cache_folder, recall, sealed
 from toolkit.core.display import Result, Table
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 META = "meta.json"
 
-FORMAT = 1
+FORMAT = 2
 """Version of the cached rows. Raise it when their content changes, so that older rows are not taken for new ones."""
 
 
@@ -52,6 +53,12 @@ class Rows(Result):
     """Prompts and conversations longer than a row, which lost their end."""
     dropped: int
     """Rows without a trained token, left out."""
+    longest: int
+    """Tokens of the longest document."""
+    too_long: int
+    """Documents longer than a row, left out under `too_long` drop."""
+    remarks: dict[str, int]
+    """Key of `chat_template.REMARKS` → documents: what is worth a warning."""
     packed: bool
     """Several documents a row, kept apart by `position_ids`; else one a row, padded, with `attention_mask`."""
     kind: str
@@ -128,6 +135,9 @@ def prepare_data(
     chat_template: str | Path | None = None,
     packing: bool | None = None,
     attention: str = "sdpa",
+    train_on: str = TRAIN_ON[0],
+    add_end_token: bool = False,
+    too_long: str = TOO_LONG[0],
     **reading: Any,
 ) -> Rows:
     """Tokenize a source once, into `$XDG_CACHE_HOME/accelerate-toolkit/data`, and open what is there.
@@ -141,6 +151,9 @@ def prepare_data(
         chat_template: a file with a Jinja template, or its text, in place of the tokenizer's own.
         packing: None packs where `supports_packing(spec, attention)`; True where it does not is refused.
         attention: the kernel of the training.
+        train_on: `all-turns` of the assistant in a conversation, or its `last-turn`.
+        add_end_token: close a conversation that its template leaves open.
+        too_long: what happens to prompts and conversations longer than a row: `cut`, `drop`, `split` or `refuse`.
         reading: of a source: `text_column`, `columns`, `data_format` and `seed`, as `ingest` takes them.
 
     Raises:
@@ -149,7 +162,7 @@ def prepare_data(
     """
     from filelock import FileLock
 
-    packed = _check(tokenizer, spec, seq_len, packing, attention)
+    packed = check_request(tokenizer, spec, seq_len, packing, attention)
     template = read_template(chat_template)
     contents = source if isinstance(source, Contents) else ingest(source, **reading)
     if mask_prompts and contents.untrained:
@@ -162,9 +175,11 @@ def prepare_data(
         mask_prompts=mask_prompts,
         template=template,
         seq2seq=spec.kind == "seq2seq",
+        train_on=train_on,
+        add_end_token=add_end_token,
     )
     about = {"seq_len": seq_len, "packed": packed, "kind": spec.kind, "pad_token_id": tokenizer.pad_token_id}
-    settings = {**about, "format": FORMAT, "eos": encoder.eos, "mask_prompts": mask_prompts, "template": template}
+    settings = {**about, "format": FORMAT, "too_long": too_long, "encoder": encoder.settings}
     key = json.dumps([settings, _tokenizer_state(tokenizer), contents.hash], sort_keys=True)
     fingerprint = hashlib.sha256(key.encode()).hexdigest()
     folder = cache_folder("data") / fingerprint
@@ -172,9 +187,8 @@ def prepare_data(
         if find_rows(fingerprint) is None:
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".rows-") as work:
                 encoded, counts = tokenize(contents, encoder), Counts()
-                rows = pack_rows(
-                    encoded, counts, kind=spec.kind, packed=packed, seq_len=seq_len, pad=about["pad_token_id"]
-                )
+                size = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id, "too_long": too_long}
+                rows = pack_rows(encoded, counts, kind=spec.kind, **size)
                 _write(Path(work, "rows"), rows, counts, {**about, "fingerprint": fingerprint})
                 if os.path.lexists(folder):
                     folder.rename(Path(work, "damaged"))
@@ -189,7 +203,7 @@ def supports_packing(spec: ModelSpec, attention: str = "sdpa") -> bool:
     return separates_documents(spec, joined=ATTENTIONS[attention].joins_rows)
 
 
-def _check(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None, attention: str) -> bool:
+def check_request(tokenizer: Any, spec: ModelSpec, seq_len: int, packing: bool | None, attention: str) -> bool:
     """Refuse settings that this model cannot take. Return whether its rows are packed."""
     if spec.max_positions is not None and seq_len > spec.max_positions:
         raise StrategyError(
@@ -228,7 +242,8 @@ def _write(folder: Path, rows: Iterable[Columns], counts: Counts, about: dict[st
     if not count:
         raise DataError(
             f"data: no token to train on: {counts.documents} documents gave {counts.dropped} rows, none with a trained"
-            f" label. Give more text, a --seq-len above {about['seq_len']} where prompts fill it, or --no-mask-prompts."
+            f" label, and {counts.too_long} were too long. Give more text, a --seq-len above {about['seq_len']} where prompts"
+            " fill it, or --no-mask-prompts."
         )
     meta = {**about, **dataclasses.asdict(counts), "count": count}
     (folder / META).write_bytes(sealed(META, json.dumps(meta).encode()))

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
-import re
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.run_config import TRAIN_ON
 from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child, hold_signals
 from toolkit.data.files import Document
 from toolkit.data.ingestion import Contents, cached_documents
+from toolkit.models.chat_template import ChatTemplate, Rendered
 
 BATCH = 64
 """Texts that are given to the tokenizer at once: it works on them in parallel."""
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TRIMS = b'"trim_offsets":true'
+"""In the state of a post-processor: offsets without the whitespace of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +41,13 @@ class Encoded:
     trained: Sequence[bool]
     """Whether the model learns to predict this token. Same length as `ids`."""
     atomic: bool = False
-    """A prompt or conversation, which is never cut in two; a text may be."""
+    """A prompt or conversation, which is never cut in two unless asked for; a text may be."""
     split: int = 0
     """The start of the completion, which an encoder-decoder model's decoder sees. 0 in a text."""
+    where: str = ""
+    """File and line, for messages."""
+    remarks: Sequence[str] = ()
+    """Keys of `chat_template.REMARKS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,125 +60,126 @@ class Encoder:
     template: str | None
     """The chat template's text; None uses the tokenizer's own."""
     seq2seq: bool = False
+    train_on: str = TRAIN_ON[0]
+    add_end_token: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything but the tokenizer."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "tokenizer"}
 
     def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
         """Encode documents in order; the end-of-sequence token closes a text and a completion.
 
-        A conversation is what the chat template makes of it, nothing added. Prompt and completion are encoded apart, so
-        that a prompt is the same tokens here and in generation.
+        A document becomes one text, which is tokenized once: prompt and completion in one, a conversation as the chat template
+        renders it. A token over the border of what is trained is trained. Only an encoder-decoder's prompt and completion
+        are two texts.
 
         Raises:
-            DataError: for messages without a chat template, or one that does not mark the assistant's turns.
+            DataError: for messages without a chat template, or a turn that cannot be located in the rendered text.
         """
         chat = not self.seq2seq and bool(self.template or self.tokenizer.chat_template)
         for kind, alike in groupby((document.resolve(chat) for document in documents), lambda each: each.kind):
             while some := list(islice(alike, BATCH)):
-                if kind == "messages":
-                    yield from map(self._conversation, some)
+                if kind == "prompt" and self.seq2seq:
+                    yield from self._pairs(some)
                 else:
-                    yield from self._texts(some) if kind == "text" else self._prompts(some)
+                    yield from self._encode(list(map(self._render, some)), special=kind != "messages")
 
-    def _ids(self, documents: list[Document], name: str, special: bool = True) -> list[list[int]]:
+    def _render(self, document: Document) -> Rendered:
+        content, where = document.content, document.where
+        if document.kind == "messages":
+            options = {"mask": self.mask_prompts, "last": self.train_on == "last-turn", "end": self.add_end_token}
+            return self._chat_template(document).conversation(content, where, **options)
+        if document.kind == "text":
+            return Rendered(text=content["text"], spans=None, where=where, atomic=False, closed=True)
+        text = content["prompt"] + content["completion"]
+        spans = [(len(content["prompt"]), len(text))] if self.mask_prompts else None
+        return Rendered(text=text, spans=spans, where=where, closed=True)
+
+    def _tokens(self, texts: list[str], special: bool, offsets: bool = False) -> Any:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
-        options = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = self.tokenizer([document.content[name] for document in documents], **options)[
-            "input_ids"
-        ]
-        return ids
+        options = {"add_special_tokens": special, "return_attention_mask": False, "return_offsets_mapping": offsets}
+        return self._tokenizer(texts, verbose=False, **options)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, with offsets that hold a token's whitespace, too. Its ids are the same."""
+        processor = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "post_processor", None)
+        if processor is None or _TRIMS not in (state := processor.__getstate__()):
+            return self.tokenizer
+        processor.__setstate__(state.replace(_TRIMS, _TRIMS.replace(b"true", b"false")))
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.backend_tokenizer.post_processor = processor
+        return tokenizer
 
     def _with_eos(self, ids: list[int]) -> list[int]:
         return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
 
-    def _texts(self, documents: list[Document]) -> Iterator[Encoded]:
-        for ids in map(self._with_eos, self._ids(documents, "text")):
-            yield Encoded(ids=ids, trained=[True] * len(ids))
+    def _encode(self, texts: list[Rendered], special: bool) -> Iterator[Encoded]:
+        masked = any(each.spans is not None for each in texts)
+        if masked and not self.tokenizer.is_fast:
+            raise DataError(
+                f"{texts[0].where}: the tokenizer {self.tokenizer.name_or_path} has no fast version, so tokens have no"
+                " places in a text and prompts cannot be masked. Convert it to tokenizer.json, or use --no-mask-prompts."
+            )
+        tokens = self._tokens([each.text for each in texts], special, masked)
+        for number, (each, ids) in enumerate(zip(texts, tokens["input_ids"], strict=True)):
+            trained = [each.spans is None] * len(ids)
+            for start, end in _token_ranges(each, tokens["offset_mapping"][number]) if each.spans else ():
+                trained[start:end] = [True] * (end - start)
+            if each.closed:
+                ids = self._with_eos(ids)
+                trained[len(ids) - 1 :] = [True]  # the tokenizer may have closed the text
+            yield Encoded(ids=ids, trained=trained, atomic=each.atomic, where=each.where, remarks=each.remarks)
 
-    def _prompts(self, documents: list[Document]) -> Iterator[Encoded]:
-        completions = map(self._with_eos, self._ids(documents, "completion", special=False))
-        for prompt, completion in zip(self._ids(documents, "prompt"), completions, strict=True):
-            # Some tokenizers close every text. An encoder needs that; between prompt and completion it would end the
-            # document in the middle.
-            if not self.seq2seq and prompt and prompt[-1] == self.eos:
-                prompt = prompt[:-1]
+    def _pairs(self, documents: list[Document]) -> Iterator[Encoded]:
+        prompts, completions = (
+            self._tokens([document.content[name] for document in documents], name == "prompt")["input_ids"]
+            for name in ("prompt", "completion")
+        )
+        for document, prompt, completion in zip(documents, prompts, map(self._with_eos, completions), strict=True):
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
-            yield Encoded(ids=prompt + completion, trained=trained, atomic=True, split=len(prompt))
+            places: dict[str, Any] = {"split": len(prompt), "where": document.where}
+            yield Encoded(ids=prompt + completion, trained=trained, atomic=True, **places)
 
-    def _conversation(self, document: Document) -> Encoded:
+    def _chat_template(self, document: Document) -> ChatTemplate:
         if self.seq2seq:
             raise DataError(
                 f"{document.where}: messages train a causal model, and this one is an encoder-decoder. Use prompt and"
                 " completion."
             )
-        template = self.template or (self.tokenizer.chat_template and str(self.tokenizer.get_chat_template()))
+        tools = document.content.get("tools") or None
+        template = self.template or (
+            self.tokenizer.chat_template and str(self.tokenizer.get_chat_template(tools=tools))
+        )
         if not template:
             raise DataError(
                 f"{document.where}: has messages, and the tokenizer {self.tokenizer.name_or_path} has no chat template."
                 " Give one with --chat-template FILE (a Jinja template), or use prompt and completion."
             )
-        apply = partial(self._apply, template, document.where)
-        messages = [{k: v for k, v in message.items() if k != "weight"} for message in document.content["messages"]]
-        marked = self.mask_prompts and _GENERATION.search(template) is not None
-        tokens = apply(messages, return_dict=True, return_assistant_tokens_mask=marked)
-        if not tokens["input_ids"]:
-            problem = "no token to train on, since the chat template renders nothing"
-            raise DataError(f"{document.where}: {problem}. Give another with --chat-template FILE.")
-        trained = [not self.mask_prompts] * len(tokens["input_ids"])
-        if marked:
-            trained = [bool(flag) for flag in tokens["assistant_masks"]]
-            _check_marks(messages, apply(messages, tokenize=False), tokens, document.where)
-        elif self.mask_prompts:
-            for start, end in _turns(messages, tokens["input_ids"], apply, document.where):
-                trained[start:end] = [True] * (end - start)
-        return Encoded(ids=list(tokens["input_ids"]), trained=trained, atomic=True)
+        return self._templates.setdefault(template, ChatTemplate(self.tokenizer, template))
 
-    def _apply(self, template: str, where: str, messages: list[dict[str, str]], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(messages, chat_template=template, **options)
-        except Exception as error:  # templates raise Jinja's errors, TypeError, their own raise_exception
-            raise DataError(
-                f"{where}: the chat template refuses these messages: {error}. Change them, or give another with"
-                " --chat-template FILE."
-            ) from error
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return {}
 
 
-def _check_marks(messages: list[dict[str, str]], text: str, tokens: Any, where: str) -> None:
-    """Refuse a mask that covers messages of others.
+def _token_ranges(rendered: Rendered, offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of tokens that hold a character of a trained span.
 
-    transformers marks everything to the end where a marked part ends in a character that became no token
-    (`apply_chat_template`, `end_token`), as whitespace does with some tokenizers.
+    A token over the end of a span that holds whitespace of the span alone and a following word is not trained: it is the word's.
     """
-    end = 0
-    for index, message in enumerate(messages):
-        content = message["content"].strip()
-        if (start := text.find(content, end)) < 0:
-            continue  # the template writes it in another way
-        end = start + len(content)
-        own = {tokens.char_to_token(at) for at in range(start, end)} - {None}
-        if message["role"] != "assistant" and any(tokens["assistant_masks"][token] for token in own):
-            raise DataError(
-                f"{where}: message {index} ({message['role']}) would be trained as the assistant's: with this tokenizer"
-                " the end of {% generation %} is lost. Move {% endgeneration %} in the chat template to before the"
-                " whitespace that it follows."
-            )
-
-
-def _turns(
-    messages: list[dict[str, str]], ids: list[int], apply: Callable[..., list[int]], where: str
-) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the assistant's tokens: those that a turn adds to the conversation, without its header."""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = apply(messages[:index], return_dict=False, add_generation_prompt=True) if index else []
-        after = apply(messages[: index + 1], return_dict=False)
-        if after[: len(before)] != before or ids[: len(after)] != after:
-            raise DataError(
-                f"{where}: message {index}: the chat template writes earlier turns differently once later ones follow,"
-                " so the assistant's tokens cannot be told apart. Put {% generation %} and {% endgeneration %} around"
-                " them in the template and give it as --chat-template FILE, or train on all tokens with"
-                " --no-mask-prompts."
-            )
-        yield len(before), len(after)
+    count = len(offsets)
+    while count and offsets[count - 1] == (0, 0):  # added after the text
+        count -= 1
+    for start, end in rendered.spans or ():
+        first = bisect_right(offsets, start, 0, count, key=itemgetter(1))
+        last = bisect_left(offsets, end, first, count, key=itemgetter(0))
+        if last > first and offsets[last - 1][1] > end:
+            inside, outside = rendered.text[offsets[last - 1][0] : end], rendered.text[end : offsets[last - 1][1]]
+            last -= bool(inside.isspace() and outside.strip())
+        yield first, last
 
 
 def read_template(template: str | Path | None) -> str | None:
@@ -267,6 +277,8 @@ def _encode(number: int) -> list[Encoded]:
             trained=np.asarray(document.trained, bool),  # type: ignore[arg-type]
             atomic=document.atomic,
             split=document.split,
+            where=document.where,
+            remarks=document.remarks,
         )
         for document in encoder.encode(cached_documents(contents, number))
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.atomic_io import LIMIT, read_limited
 from toolkit.core.errors import ModelError
 from toolkit.models import class_with_text, require_weights
 from toolkit.models.resolution import check_tokenizer_code
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 LONG = 500_000_000
 """Number of weights from which reading shows its progress."""
+
+
+GENERIC_TOKENIZERS = ("gemma3_text", "gpt2", "gpt_neox", "llama", "qwen3")
+"""Model types for which AutoTokenizer chooses the class that tokenizer_config.json names, if that is the generic one."""
 
 
 def auto_class(spec: ModelSpec) -> Any:
@@ -192,12 +198,8 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: for a missing tokenizer, more tokens than embeddings, and no token to pad with.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            spec.source, trust_remote_code=spec.runs_code
-        )
+        tokenizer = _read_tokenizer(spec)
     except (OSError, ValueError, KeyError, AttributeError, ImportError, RecursionError) as error:
         check_tokenizer_code(spec)
         raise ModelError(
@@ -213,6 +215,21 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = _pad_token(spec, tokenizer)
     return tokenizer
+
+
+def _read_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """Read it as AutoTokenizer does. The generic class that it would choose is used at once: AutoTokenizer imports torch."""
+    import transformers
+
+    about = Path(spec.source or "", "tokenizer_config.json")
+    if spec.config.get("model_type") in GENERIC_TOKENIZERS and about.with_name("tokenizer.json").is_file():
+        fields = json.loads(read_limited(about, LIMIT)) if about.is_file() else {}
+        if (
+            fields.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+            and "auto_map" not in fields
+        ):
+            return transformers.PreTrainedTokenizerFast.from_pretrained(spec.source)
+    return transformers.AutoTokenizer.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
 
 
 def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:

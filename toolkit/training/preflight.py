@@ -31,6 +31,7 @@ from toolkit.engines.job import Job, resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.forecasting import Forecast, forecast_job
 from toolkit.models import ModelSpec, describe, require_weights
+from toolkit.models.chat_template import spell_remarks
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
 from toolkit.training.setup import check_trackers
 
@@ -133,6 +134,9 @@ def run_preflight(
             chat_template=run_config.chat_template,
             packing=None if run_config.packing else False,
             attention=resolved.strategy.attention,
+            train_on=run_config.train_on,
+            add_end_token=run_config.add_end_token,
+            too_long=run_config.too_long,
         )
         notes += [f"{name}: {each.notes}"] if each.notes else []
     if prepared is None and strategy.adapter == "none":
@@ -141,7 +145,28 @@ def run_preflight(
     data = rows["data"]
     assert data is not None, "the data were prepared by the parent, or read here"
     check_batch(data, resolved.train_config, dp_size=resolved.parallelism.dp_size)
+    if prepared is None:
+        notes += [
+            f"{name}: {warning}"
+            for name, each in rows.items()
+            if each
+            for warning in spell_remarks(each.remarks, each.documents)
+        ]
+        notes += _summary(data, resolved)
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
+
+
+def _summary(rows: Rows, job: Job) -> list[str]:
+    """Return three lines: the rows, the trained part of them, and the epochs of the steps."""
+    config, size = job.train_config, rows.count * rows.seq_len * (2 if rows.kind == "seq2seq" else 1)
+    batch = config.micro_batch * config.accumulation * job.parallelism.dp_size
+    return [
+        f"rows: {rows.count:,} of {rows.seq_len} tokens, {1 - rows.tokens / size:.1%} of them padding, from"
+        f" {rows.documents:,} documents of up to {rows.longest:,} tokens",
+        f"tokens: {rows.tokens:,}, {rows.trained_tokens / rows.tokens:.1%} of them trained; {rows.truncated:,} documents"
+        f" cut, {rows.too_long:,} left out as too long, {rows.dropped:,} rows dropped without a trained label",
+        f"epochs: {config.steps * batch / rows.count:.2f} ({config.steps:,} steps of {batch:,} rows)",
+    ]
 
 
 def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware, start: int = 0) -> Preflight:

@@ -1,0 +1,540 @@
+"""What is trained: spans of a conversation's one text, and of prompt and completion, by published chat templates."""
+
+# ruff: noqa: E501 - templates as they are published
+from __future__ import annotations
+
+import random
+from itertools import groupby
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from toolkit.core.errors import DataError
+from toolkit.data.files import Document
+from toolkit.data.tokenization import Encoded, Encoder
+
+# The published templates, some without their parts for tools -------------------------------------------------------------
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+QWEN_25 = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}
+    {%- endif %}
+    {{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}
+            {{- '\\n' + message.content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- message.content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+QWEN_3 = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- if '</think>' in content %}
+                {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+                {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+            {%- endif %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index %}
+            {%- if loop.last or (not loop.last and reasoning_content) %}
+                {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+            {%- else %}
+                {{- '<|im_start|>' + message.role + '\\n' + content }}
+            {%- endif %}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+PHI_3 = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
+    "{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}"
+    "{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+DEEPSEEK_R1 = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    "{% set ns = namespace(is_first=false, system_prompt='') %}{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}"
+    "{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}{%- if message['role'] == 'user' %}"
+    "{{'<｜User｜>' + message['content']}}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is not none %}"
+    "{% set content = message['content'] %}{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}"
+    "{% endif %}{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endfor -%}"
+    "{% if add_generation_prompt %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"
+)
+HASHES = (
+    "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant: {% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_WITHOUT_END = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+END_ONCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
+NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ALWAYS_PROMPTS = NO_PROMPT + "{{ '<|im_start|>assistant\n' }}"
+THINK_PROMPT = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+MARKERS = [
+    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
+    "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>",
+    "<｜end▁of▁sentence｜>",
+]  # fmt: skip
+TEXTS = [
+    "hi",
+    "yes",
+    "why",
+    "no",
+    "### assistant: yes no hi why a b c.",
+    "user: hi\n\n### user: why\n\nassistant\n\nyes",
+] * 9
+
+
+def byte_level(prefix: bool = False, trim: bool = False) -> Any:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", *MARKERS]
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    bpe.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, **options))
+    if trim:
+        bpe.post_processor = processors.ByteLevel(trim_offsets=True)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<s>"
+    )
+
+
+def sentencepiece(scheme: str) -> Any:
+    """As transformers converts Llama's: Metaspace, or a normalizer that prepends."""
+    pieces = ["▁", "h", "i", "▁h", "▁hi", "y", "e", "s", "▁y", "▁ye", "▁yes", "ye", "yes", "Q", "▁Q", ":", "[", "]"]
+    merges = [("▁", "h"), ("▁h", "i"), ("▁", "y"), ("▁y", "e"), ("▁ye", "s"), ("y", "e"), ("ye", "s"), ("▁", "Q")]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if scheme == "normalizer":
+        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    bpe.add_special_tokens(["<s>", "</s>"])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+BYTES = byte_level()
+
+
+def encode(content: dict[str, Any], template: str | None = None, tokenizer: Any = BYTES, **how: Any) -> Encoded:
+    (kind,) = {"messages", "prompt", "text"} & content.keys()
+    encoder = Encoder(
+        tokenizer=tokenizer, eos=tokenizer.eos_token_id, template=template, **{"mask_prompts": True, **how}
+    )
+    (encoded,) = encoder.encode([Document(kind=kind, content=content, where="chat.jsonl, line 7")])
+    return encoded
+
+
+def trained(encoded: Encoded, tokenizer: Any = BYTES) -> list[str]:
+    pairs = zip(encoded.ids, encoded.trained, strict=True)
+    return [tokenizer.decode([token for token, _ in run]) for flag, run in groupby(pairs, lambda pair: pair[1]) if flag]
+
+
+def chat(*contents: str, first: str = "user", **more: Any) -> list[dict[str, Any]]:
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+
+
+TWO = chat("hi", "yes", "why", "no")
+TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], list[str], set[str]]] = {
+    "ChatML": (CHATML, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], set()),
+    "Llama 2": (LLAMA_2, TWO, [" yes </s>", " no </s>"], set()),
+    "Llama 3": (LLAMA_3, TWO, ["yes<|eot_id|>", "no<|eot_id|>"], set()),
+    "Mistral": (MISTRAL, TWO, ["yes</s>", "no</s>"], set()),
+    "Gemma": (GEMMA, TWO, ["yes<end_of_turn>\n", "no<end_of_turn>\n"], set()),
+    "Qwen2.5 with a default system text": (QWEN_25, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], set()),
+    "Qwen3": (QWEN_3, TWO, ["yes<|im_end|>\n", "<think>\n\n</think>\n\nno<|im_end|>\n"], set()),
+    "Phi-3": (PHI_3, TWO, ["yes<|end|>\n", "no<|end|>\n</s>"], set()),
+    "Zephyr": (ZEPHYR, TWO, ["yes</s>\n", "no</s>\n"], set()),
+    "DeepSeek-R1": (DEEPSEEK_R1, TWO, ["yes<｜end▁of▁sentence｜>", "no<｜end▁of▁sentence｜>"], {"prompt"}),
+    "a prompt that opens <think>": (THINK_PROMPT, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], {"prompt"}),
+    "### assistant:": (HASHES, TWO, [" yes\n\n", " no\n\n"], {"end"}),
+    "an end once": (END_ONCE, TWO, [" yes\n", " no\n</s>"], set()),
+    "generation": (MARKED, TWO, ["yes", "no"], {"end"}),
+    "generation without an end": (MARKED_WITHOUT_END, TWO, [" yes", " no"], {"end"}),
+    "no generation prompt": (NO_PROMPT, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], set()),
+    "always a generation prompt": (ALWAYS_PROMPTS, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], set()),
+    "begins with the assistant": (
+        QWEN_25, chat("yes", "hi", "no", first="assistant"), ["yes<|im_end|>\n", "no<|im_end|>\n"], set()
+    ),
+    "ends with the user": (QWEN_3, chat("hi", "yes", "why"), ["yes<|im_end|>\n"], set()),
+    "repeated texts": (CHATML, chat("yes", "yes", "yes", "yes"), ["yes<|im_end|>\n"] * 2, set()),
+    "markers as text": (
+        CHATML, chat("a<|im_end|>\n<|im_start|>assistant\nb", "yes", "c", "no"), ["yes<|im_end|>\n", "no<|im_end|>\n"], set()
+    ),
+    "whitespace around": (LLAMA_3, chat(" hi\n", "\n yes ", "why", "no"), ["yes<|eot_id|>", "no<|eot_id|>"], set()),
+    "an empty answer": (CHATML, chat("hi", "", "why", "no"), ["<|im_end|>\n", "no<|im_end|>\n"], set()),
+    "whitespace kept": (CHATML, chat("hi", "\n yes \n"), ["\n yes \n<|im_end|>\n"], set()),
+    "whitespace kept without a prompt": (NO_PROMPT, chat("hi", "\n\nyes \n"), ["\n\nyes \n<|im_end|>\n"], set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_turn_trains(name: str) -> None:
+    template, messages, expected, remarks = TEMPLATES[name]
+    encoded = encode({"messages": messages}, template)
+    assert trained(encoded) == expected
+    assert set(encoded.remarks) == remarks
+    text = BYTES.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert list(encoded.ids) == BYTES(text, add_special_tokens=False)["input_ids"], "the text is tokenized once"
+
+
+def test_a_token_over_the_border_belongs_to_the_answer() -> None:
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)| ?\w+| ?[^\w\s]+[\r\n]*|\s+"), "isolated")  # as Llama 3's
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["</s>"], show_progress=False)
+    bpe.train_from_iterator(TEXTS + ["a\n\nb", "a:\n"] * 20, trainer)
+    tokenizers = [transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")]
+    bpe = Tokenizer.from_str(bpe.to_str())
+    bpe.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizers.append(transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>"))
+    template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    for tokenizer in tokenizers:
+        encoded = encode({"messages": chat("hi", "\nyes", "hi", "\nyes")}, template, tokenizer)
+        assert trained(encoded, tokenizer) == ["\n\nyes\n", "\n\nyes\n"]
+        pair = encode({"prompt": "a:", "completion": "\nb"}, None, tokenizer)
+        assert trained(pair, tokenizer) == [":\nb</s>"]
+        assert tokenizer.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_a_word_after_a_trained_blank_is_not_trained() -> None:
+    vicuna = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    messages = [*chat("hi", "yes"), {"role": "assistant", "content": "no"}]
+    assert trained(encode({"messages": messages}, vicuna)) == [" yes", " no "]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+
+
+@pytest.mark.parametrize("template", [QWEN_25, QWEN_3])
+@pytest.mark.parametrize("content", ["", "yes"])
+def test_calls_of_tools_are_trained_and_results_are_not(template: str, content: str) -> None:
+    call = {**CALL, "content": content}
+    result = {"role": "tool", "content": "no"}
+    messages = [
+        *chat("hi"),
+        call,
+        result,
+        call,
+        result,
+        result,
+        {"role": "assistant", "content": "why"},
+        *chat("a", "b"),
+    ]
+    expected = (f"{content}\n" if content else "") + CALLED
+    last = "<think>\n\n</think>\n\nb" if template == QWEN_3 else "b"
+    found = trained(encode({"messages": messages, "tools": TOOLS}, template))
+    assert found == [expected, expected, "why<|im_end|>\n", f"{last}<|im_end|>\n"]
+    with pytest.raises(DataError, match="line 7: has 'tool_calls', which the chat template does not use"):
+        encode({"messages": messages}, CHATML)
+    with pytest.raises(DataError, match="line 7: has 'tools', which the chat template does not use"):
+        encode({"messages": TWO, "tools": TOOLS}, CHATML)
+
+
+def test_reasoning_is_trained_where_the_template_writes_it() -> None:
+    for field in ("reasoning_content", "thinking"):
+        messages = [*chat("hi"), {"role": "assistant", "content": "yes", field: "a b"}]
+        encoded = encode({"messages": messages}, QWEN_3)
+        assert trained(encoded) == ["<think>\na b\n</think>\n\nyes<|im_end|>\n"]
+        assert encoded.remarks == []
+        assert set(encode({"messages": messages}, CHATML).remarks) == {"reasoning"}
+        assert set(encode({"messages": [*messages, *chat("why", "no")]}, QWEN_3).remarks) == {"reasoning"}
+        assert set(encode({"messages": messages}, CHATML, mask_prompts=False).remarks) == {"reasoning"}
+    within = chat("hi", "<think>\na b\n</think>\n\nyes")
+    encoded = encode({"messages": within}, QWEN_3)
+    assert (trained(encoded), encoded.remarks) == (["<think>\na b\n</think>\n\nyes<|im_end|>\n"], [])
+    encoded = encode({"messages": within}, DEEPSEEK_R1)
+    assert trained(encoded) == ["\n\nyes<｜end▁of▁sentence｜>"]
+    assert set(encoded.remarks) == {"prompt", "reasoning"}
+    assert trained(encode({"messages": within}, THINK_PROMPT)) == ["a b\n</think>\n\nyes<|im_end|>\n"]
+
+
+def test_content_that_the_template_looks_at() -> None:
+    messages = chat("hi", "yes", "<tool_response>why</tool_response>", "no")
+    expected = ["<think>\n\n</think>\n\nno<|im_end|>\n"]
+    assert trained(encode({"messages": messages}, QWEN_3)) == ["yes<|im_end|>\n", *expected]
+
+
+def test_a_chosen_turn() -> None:
+    weighted = [{**message, "weight": 0} if message["content"] == "yes" else message for message in TWO]
+    for template, last in ((CHATML, "no<|im_end|>\n"), (MARKED, "no")):
+        assert trained(encode({"messages": TWO}, template, train_on="last-turn")) == [last]
+        assert trained(encode({"messages": weighted}, template)) == [last]
+        assert not any(encode({"messages": chat("hi")}, template).trained)
+    with pytest.raises(DataError, match="message 1 has weight 0, and --no-mask-prompts trains everything"):
+        encode({"messages": weighted}, CHATML, mask_prompts=False)
+    first = MARKED.replace("m.role == 'assistant' %}{%", "m.role == 'assistant' and loop.last %}{%")
+    with pytest.raises(DataError, match=r"message 1 \(1 parts are marked of 2 answers\)"):
+        encode({"messages": weighted}, first)
+
+
+def test_an_end_token_is_added() -> None:
+    for template, expected in (
+        (MARKED, ["yes<|im_end|>", "no<|im_end|>"]),
+        (MARKED_WITHOUT_END, [" yes", " no</s>"]),
+        (HASHES, [" yes\n\n", " no\n\n</s>"]),
+        (CHATML, ["yes<|im_end|>\n", "no<|im_end|>\n"]),
+    ):
+        encoded = encode({"messages": TWO}, template, add_end_token=True)
+        assert (trained(encoded), encoded.remarks) == (expected, [])
+
+
+def test_turns_that_cannot_be_located() -> None:
+    forgetful = "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    upper = "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}\n{% endfor %}"
+    twice = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content }}\n{% endfor %}"
+    sizes = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.content | length }}\n{% endfor %}"
+    for template in (forgetful, twice, sizes, upper):
+        with pytest.raises(DataError, match=r"line 7: message 1: .* cannot be located .*generation.*--no-mask-prompts"):
+            encode({"messages": TWO}, template)
+        assert all(encode({"messages": TWO}, template, mask_prompts=False).trained)
+    ignores = "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}\n{% endif %}{% endfor %}"
+    encoded = encode({"messages": [*chat("hi", "yes"), {"role": "tool", "content": "no"}]}, ignores)
+    assert set(encoded.remarks) == {"messages", "end"}
+
+
+# Prompt and completion ---------------------------------------------------------------------------------------------------
+
+PAIRS = [
+    ("Q:", " yes"),
+    ("Q: ", "yes"),
+    ("Q:", "é"),
+    ("Q:\n", "yes"),
+    ("Q: h", "i"),
+    ("[Q]", "\n hi  "),
+    ("Q: yes ", " hi"),
+]
+TOKENIZERS = {
+    "byte-level": BYTES,
+    "byte-level with a blank before": byte_level(prefix=True),
+    "byte-level, trimmed offsets": byte_level(trim=True),
+    **{scheme: sentencepiece(scheme) for scheme in ("always", "first", "never", "normalizer")},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_prompt_and_completion_are_one_text(name: str, pair: tuple[str, str]) -> None:
+    tokenizer, (prompt, completion) = TOKENIZERS[name], pair
+    encoded = encode({"prompt": prompt, "completion": completion}, tokenizer=tokenizer)
+    ids = tokenizer(prompt + completion)["input_ids"]
+    assert encoded.ids == [*ids, tokenizer.eos_token_id]
+    (found,) = trained(encoded, tokenizer)
+    assert found.endswith(f"{completion.strip()}</s>" if completion[-1] != " " else f"{completion.lstrip()}</s>")
+    border = encoded.trained.index(True)
+    assert len(tokenizer.decode(ids[:border], skip_special_tokens=True).lstrip()) <= len(prompt), (
+        "a part is not trained"
+    )
+    assert len(tokenizer.decode(ids[: border + 1], skip_special_tokens=True).strip()) > len(prompt.strip()) - 1
+    assert encode({"prompt": prompt, "completion": completion}, tokenizer=tokenizer, mask_prompts=False).trained == [
+        True
+    ] * len(encoded.ids)
+
+
+def test_a_completion_after_a_character() -> None:
+    for scheme in ("always", "first", "never", "normalizer"):
+        tokenizer = TOKENIZERS[scheme]
+        assert trained(encode({"prompt": "Q:", "completion": "é"}, tokenizer=tokenizer), tokenizer) == ["é</s>"]
+
+
+def test_a_tokenizer_without_offsets_is_refused() -> None:
+    slow = transformers.ByT5Tokenizer()
+    assert all(encode({"text": "hi"}, tokenizer=slow).trained)
+    with pytest.raises(DataError, match=r"line 7: the tokenizer .* has no fast version.*--no-mask-prompts"):
+        encode({"prompt": "hi", "completion": "yes"}, tokenizer=slow)
+    pair = encode({"prompt": "hi", "completion": "yes"}, tokenizer=slow, seq2seq=True)
+    assert pair.ids[pair.split :] == slow("yes")["input_ids"]
+
+
+PIECES = [
+    "a", "u", "yes", "\n", "  ", "assistant", "<|im_end|>", "<|im_start|>assistant\n", "user", "<|eot_id|>", "###", " hi", "\n\n",
+    "<think>x</think>", "é", "</s>", "[/INST]", "🙂", "<end_of_turn>\n",
+]  # fmt: skip
+ENDS = {
+    "ChatML": (CHATML, "{}<|im_end|>\n", str), "Llama 3": (LLAMA_3, "{}<|eot_id|>", str.strip),
+    "Gemma": (GEMMA, "{}<end_of_turn>\n", str.strip), "Qwen2.5": (QWEN_25, "{}<|im_end|>\n", str),
+    "Mistral": (MISTRAL, "{}</s>", str), "Llama 2": (LLAMA_2, " {} </s>", str.strip), "without": (NO_PROMPT, "{}<|im_end|>\n", str),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_any_content_is_located(name: str) -> None:
+    template, end, render = ENDS[name]
+    generator = random.Random(name)
+    for _ in range(100):
+        contents = ["".join(generator.choices(PIECES, k=generator.randint(1, 5))) + "a" for _ in range(4)]
+        found = trained(encode({"messages": chat(*contents)}, template))
+        assert found == [end.format(render(content)) for content in contents[1::2]], contents

@@ -1,0 +1,193 @@
+"""What a data set trains, before a run: its first documents as tokens, with the trained ones marked, and figures of a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.run_config import EMBEDDED, RunConfig
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
+from toolkit.core.redaction import redact, visible
+
+if TYPE_CHECKING:
+    from toolkit.data.files import Document
+    from toolkit.data.tokenization import Encoded
+    from toolkit.models import ModelSpec
+
+DOCUMENTS, CHARACTERS = 20_000, 500_000
+"""The sample ends at either of them."""
+
+SHOWN, SHOWN_TOKENS = 3, 400
+"""Documents that are shown, and tokens of each."""
+
+BINS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Upper ends of the histogram of lengths, in tokens; one more bin holds what is longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview(Result):
+    """The first documents of a data set, and figures of them."""
+
+    model: str
+    data: str
+    format: str
+    """How its rows are read: `alpaca`, `messages`, `text`, …"""
+    counts: dict[str, Any]
+    """Figures of the documents in the sample. `complete`: the sample is the whole data set."""
+    lengths: dict[str, int]
+    """Tokens up to which → documents."""
+    rows: list[dict[str, Any]]
+    """A document each: `input_ids`, and in `trained` the texts of its trained spans, in order."""
+    warnings: list[str]
+    shown: list[list[tuple[bool, list[str]]]]
+    """Of the first documents: runs of tokens as text, and whether they are trained."""
+
+    def headline(self) -> str:
+        counts = self.counts
+        sample = "Its" if counts["complete"] else "The first"
+        share = counts["trained_tokens"] / max(1, counts["tokens"])
+        return (
+            f"{self.data}: {self.format}. {sample} {counts['documents']:,} documents have {counts['tokens']:,} tokens,"
+            f" {share:.1%} of them trained, and fill {counts['rows']:,} rows of {counts['seq_len']:,} with"
+            f" {counts['padding']:.1%} padding."
+        )
+
+    def tables(self) -> list[Table]:
+        figures = [(name.replace("_", " "), value) for name, value in self.counts.items() if name != "padding"]
+        most = max(self.lengths.values(), default=1)
+        bars = [(name, count, "█" * -(-30 * count // most)) for name, count in self.lengths.items()]
+        return [
+            Table(title="Documents", columns=("count", "value"), rows=figures, notes=self.warnings),
+            Table(title="Lengths in tokens", columns=("up to", "documents", ""), rows=bars),
+        ]
+
+    def __str__(self) -> str:
+        color = sys.stdout.isatty()
+        mark = (lambda text: f"\x1b[32m{text}\x1b[0m") if color else (lambda text: f"[{text}]")
+        note = "Trained tokens are green." if color else "Trained tokens are in brackets."
+        return "\n\n".join([super().__str__(), f"{note} A dot separates tokens.", *self._texts(mark, visible)])
+
+    def _repr_html_(self) -> str:
+        texts = self._texts(lambda text: f"<mark>{text}</mark>", lambda text: html.escape(visible(text)))
+        style = "white-space:pre-wrap;text-align:left"
+        return "".join([super()._repr_html_(), *(f'<pre style="{style}">{text}</pre>' for text in texts)])
+
+    def _texts(self, mark: Callable[[str], str], escape: Callable[[str], str]) -> Iterator[str]:
+        for number, runs in enumerate(self.shown):
+            texts = [(trained, escape(redact("·".join(tokens)))) for trained, tokens in runs]
+            yield f"{number + 1}. " + "·".join(mark(text) if trained else text for trained, text in texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "shown"}
+
+
+def preview(
+    model: str | Path | ModelSpec = EMBEDDED,
+    data: str | Path = EMBEDDED,
+    *,
+    run_config: RunConfig | None = None,
+    seq_len: int = TrainConfig().seq_len,
+    attention: str = "sdpa",
+    **fields: Any,
+) -> Preview:
+    """Show what a data set trains, from its first documents. Starts no run, and reads no weights.
+
+    Args:
+        model: as `describe` takes it; its tokenizer and chat template are used.
+        data: as `--data` takes it.
+        run_config: the request; fields of it may be given alone, such as `train_on="last-turn"`.
+        seq_len: tokens of a row.
+        attention: the kernel of the training, which decides about packing.
+
+    Raises:
+        ToolkitError: for a model or data that cannot be used; names file and line.
+    """
+    from toolkit.data import find_source, resolve_spec
+    from toolkit.data.files import Findings, documents
+    from toolkit.data.packing import Counts, pack_rows
+    from toolkit.data.rows import check_request
+    from toolkit.data.sources import split_weights
+    from toolkit.data.tokenization import Encoder, read_template
+    from toolkit.models import ModelSpec
+    from toolkit.models.chat_template import spell_remarks
+    from toolkit.models.hf_loading import load_tokenizer
+
+    config = dataclasses.replace(run_config or RunConfig(), **fields)
+    findings = Findings()
+    reading = {name: getattr(config, name) for name in ("text_column", "columns", "data_format")}
+    sources = [find_source(name) for name, _ in split_weights(data)]
+    sample, complete = _sample(chain.from_iterable(documents(each, findings=findings, **reading) for each in sources))
+    spec = model if isinstance(model, ModelSpec) else resolve_spec(str(model), config.trust_remote_code)
+    tokenizer = load_tokenizer(spec)
+    packed = check_request(tokenizer, spec, seq_len, None if config.packing else False, attention)
+    encoder = Encoder(
+        tokenizer=tokenizer,
+        eos=tokenizer.eos_token_id,
+        mask_prompts=config.mask_prompts,
+        template=read_template(config.chat_template),
+        seq2seq=spec.kind == "seq2seq",
+        train_on=config.train_on,
+        add_end_token=config.add_end_token,
+    )
+    encoded, counts = list(encoder.encode(sample)), Counts()
+    size: dict[str, Any] = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id}
+    rows = sum(1 for _ in pack_rows(encoded, counts, kind=spec.kind, too_long=config.too_long, **size))
+    figures = {name: value for name, value in vars(counts).items() if name != "remarks"}
+    padding = 1 - counts.tokens / (max(1, rows) * seq_len * (2 if spec.kind == "seq2seq" else 1))
+    shown = [
+        [(flag, [tokenizer.decode([token]) for token in ids]) for flag, ids in _runs(document, SHOWN_TOKENS)]
+        for document in encoded[:SHOWN]
+    ]
+    return Preview(
+        model=spec.name,
+        data=str(data),
+        format=", ".join(findings.names),
+        counts={**figures, "rows": rows, "seq_len": seq_len, "padding": padding, "complete": complete},
+        lengths=_histogram([len(document.ids) for document in encoded]),
+        rows=[
+            {
+                "input_ids": list(map(int, document.ids)),
+                "trained": [tokenizer.decode(ids) for flag, ids in _runs(document) if flag],
+            }
+            for document in encoded
+        ],
+        warnings=[*spell_remarks(counts.remarks, counts.documents), *filter(None, [findings.problem()])],
+        shown=shown,
+    )
+
+
+def _sample(documents: Iterator[Document]) -> tuple[list[Document], bool]:
+    """Return the first documents, and whether they are all."""
+    sample: list[Document] = []
+    size = 0
+    for document in documents:
+        if len(sample) == DOCUMENTS or size > CHARACTERS:
+            return sample, False
+        sample.append(document)
+        size += sum(len(value if isinstance(value, str) else str(value)) for value in document.content.values())
+    return sample, True
+
+
+def _runs(document: Encoded, limit: int | None = None) -> Iterator[tuple[bool, list[int]]]:
+    """Yield runs of tokens that are trained, or are not."""
+    pairs = zip(document.trained[:limit], document.ids[:limit], strict=True)
+    for flag, run in groupby(pairs, lambda pair: pair[0]):
+        yield flag, [int(token) for _, token in run]
+
+
+def _histogram(lengths: list[int]) -> dict[str, int]:
+    """Return the documents of each bin, from the first filled one to the last."""
+    counts = [0] * (len(BINS) + 1)
+    for length in lengths:
+        counts[bisect_left(BINS, length)] += 1
+    filled = [number for number, count in enumerate(counts) if count]
+    names = [*map(str, BINS), f"over {BINS[-1]}"]
+    return {names[number]: counts[number] for number in range(min(filled), max(filled) + 1)} if filled else {}

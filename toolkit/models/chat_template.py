@@ -1,0 +1,196 @@
+"""A conversation → the text that the chat template renders, and the parts of it that are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from toolkit.core.errors import DataError
+from toolkit.models.chat_spans import Layout, Marks, Messages, NotLocated, Span, dropped, read_marks, turns, with_marks
+
+REMARKS = {
+    "reasoning": "the chat template drops reasoning, which is not trained",
+    "messages": "the chat template leaves out messages that are not the assistant's",
+    "prompt": "the template's generation prompt differs from the text before an answer, which is trained as rendered",
+    "end": "no end token is trained after the last answer, so nothing teaches the model to stop. Use --add-end-token",
+}
+"""What is worth a warning about a conversation. Each appears once for a data set, with the number of rows."""
+
+
+def spell_remarks(remarks: Mapping[str, int], documents: int) -> list[str]:
+    """Return a sentence for each kind of remark."""
+    return [f"{count:,} of {documents:,} documents: {REMARKS[key]}." for key, count in remarks.items()]
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A document as one text."""
+
+    text: str
+    where: str
+    spans: Sequence[Span] | None = None
+    """The trained characters, in order; None trains all."""
+    atomic: bool = True
+    closed: bool = False
+    """Whether the end-of-sequence token follows the text."""
+    remarks: Sequence[str] = ()
+    """Keys of `REMARKS`."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template with its tokenizer."""
+
+    tokenizer: Any
+    template: str
+
+    def conversation(self, content: Mapping[str, Any], where: str, *, mask: bool, last: bool, end: bool) -> Rendered:
+        """Return a conversation as text, with the spans of its assistant turns, each up to and with its end token.
+
+        Args:
+            content: `messages`, and `tools` where there are any.
+            where: file and line.
+            mask: train on the assistant's turns alone.
+            last: train on the last of them alone.
+            end: train the end tokens that follow answers in the text, and add one after the last answer without any.
+
+        Raises:
+            DataError: where the template refuses the messages, or a turn cannot be located in its text.
+        """
+        weightless = [index for index, message in enumerate(content["messages"]) if message.get("weight") == 0]
+        messages = [
+            {name: value for name, value in message.items() if name != "weight" and value is not None}
+            for message in content["messages"]
+        ]
+        tools = {"tools": content["tools"]} if content.get("tools") else {}
+        text = self._render(messages, where, **tools)
+        if not text:
+            problem = "no token to train on, since the chat template renders nothing"
+            raise DataError(f"{where}: {problem}. Give another with --chat-template FILE.")
+        marks = self._marks(text, messages, tools)
+        remarks = set(dropped(messages, marks or {}))
+        if not mask:
+            if weightless:
+                problem = f"message {weightless[0]} has weight 0, and --no-mask-prompts trains everything"
+                raise DataError(f"{where}: {problem}. Leave one of them out.")
+            return Rendered(text=text, where=where, remarks=sorted(remarks))
+        answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        chosen = [index for index in answers[-last:] if index not in weightless]
+        try:
+            if _GENERATION.search(self.template):
+                spans = self._generated(text, messages, tools, marks, end)
+                if chosen != answers:
+                    if len(spans) != len(answers):
+                        raise NotLocated(f"{answers[0]} ({len(spans)} parts are marked of {len(answers)} answers)")
+                    spans = [span for index, span in zip(answers, spans, strict=True) if index in chosen]
+            else:
+                located = dict(self._turns(text, messages, marks)) if chosen else {}
+                spans = [located[index][0] for index in chosen]
+                remarks |= {"prompt"} if any(located[index][1] for index in chosen) else set()
+        except NotLocated as error:
+            raise DataError(
+                f"{where}: message {error}: the assistant's turn cannot be located in what the chat template renders. Put"
+                " {% generation %} and {% endgeneration %} around each in the template and give it as --chat-template"
+                " FILE, or train on all tokens with --no-mask-prompts."
+            ) from None
+        opened = bool(spans) and not text[: spans[-1][1]].rstrip().endswith(self._added)
+        closed = opened and end and chosen[-1:] == [len(messages) - 1]
+        remarks |= {"end"} if opened and not closed else set()
+        return Rendered(text=text, spans=spans, where=where, closed=closed, remarks=sorted(remarks))
+
+    def _render(self, messages: Messages, where: str, **options: Any) -> str:
+        names = {"tools": "tools" in options, "tool_calls": any("tool_calls" in message for message in messages)}
+        if missing := [name for name, given in names.items() if given and name not in self.template]:
+            problem = f"has {missing[0]!r}, which the chat template does not use"
+            raise DataError(f"{where}: {problem}. Give one that does with --chat-template FILE, or remove the row.")
+        try:
+            options = {"chat_template": self.template, "tokenize": False, **options}
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
+        except Exception as error:  # templates raise Jinja's errors, TypeError, their own raise_exception
+            raise DataError(
+                f"{where}: the chat template refuses these messages: {error}. Change them, or give another with"
+                " --chat-template FILE."
+            ) from error
+
+    def _marks(self, text: str, messages: Messages, tools: Mapping[str, Any]) -> Marks | None:
+        """Return where contents lie in `text`; of the assistant's messages alone, if the template looks at the others."""
+        mark = next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
+        for roles in (None, "assistant"):
+            marked = [
+                with_marks(message, f"{mark}{index}{{}}{mark}") if roles in (None, message.get("role")) else message
+                for index, message in enumerate(messages)
+            ]
+            with contextlib.suppress(DataError):
+                if (marks := read_marks(self._render(marked, "", **tools), mark, text)) is not None:
+                    return marks
+        return None
+
+    @cached_property
+    def _added(self) -> tuple[str, ...]:
+        """The added tokens: markers of roles and ends."""
+        tokens = map(str, (*self.tokenizer.added_tokens_decoder.values(), self.tokenizer.eos_token or ""))
+        return tuple(sorted({token for token in tokens if token.strip()}))
+
+    @cached_property
+    def _layout(self) -> Layout | None:
+        """What the template writes around answers, from two turns of one letter each."""
+        turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+        try:
+            text = self._render(turn * 2, "")
+            marks = self._marks(text, turn * 2, {}) or {}
+            plain, prompted = (self._render(turn[:1], "", add_generation_prompt=flag) for flag in (False, True))
+            question, answer, user, last = (marks[index]["s"] for index in range(4))
+        except (DataError, KeyError):
+            return None
+        between, header, after = text[answer + 1 : user], text[user + 1 : last], text[last + 1 :]
+        end = after if between.startswith(after) else self._whole(between, _common(between, after))
+        if end != after and header.rstrip().endswith(after[len(end) :].rstrip()):
+            # It asks for one more answer in any case. The marker of that role is no end.
+            after = end = self._whole(
+                between, min(len(end), len(between) - _common(between[::-1], text[:question][::-1]))
+            )
+        prompt, asked = prompted[_common(plain, prompted) :], plain[question + 1 :]
+        if not prompt and header.startswith(asked) and not header[len(asked) :].strip():
+            prompt = asked
+        return Layout(prompt, header, end, after, self._added)
+
+    def _whole(self, text: str, limit: int) -> str:
+        """Cut a text to at most `limit` characters, after a line break or an added token: markers begin alike."""
+        matches = re.finditer("|".join(map(re.escape, (*self._added, "\n"))), text)
+        return text[: max((match.end() for match in matches if match.end() <= limit), default=0)]
+
+    def _turns(self, text: str, messages: Messages, marks: Marks | None) -> Iterator[tuple[int, tuple[Span, bool]]]:
+        if marks is None or self._layout is None:
+            raise NotLocated(
+                next(index for index, message in enumerate(messages) if message.get("role") == "assistant")
+            )
+        return turns(text, messages, marks, self._layout)
+
+    def _generated(
+        self, text: str, messages: Messages, tools: Mapping[str, Any], marks: Marks | None, end: bool
+    ) -> list[Span]:
+        """Return what the template puts between {% generation %} and {% endgeneration %}."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {**self.tokenizer.special_tokens_map, **tools, "chat_template": self.template}
+        _, (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+        for index, places in (marks or {}).items():  # in a macro, transformers counts from another place
+            inside = any(first < places.get("e", 0) <= last for first, last in spans)
+            if inside and messages[index].get("role") != "assistant":
+                raise NotLocated(f"{index} ({messages[index].get('role')}) would be trained")
+        ends = [each.rstrip() for each in (self._layout.tail, self._layout.end)] if end and self._layout else []
+        ends = [each for each in ends if each.endswith(self._added)]
+        after = [next((len(each) for each in ends if text.startswith(each, last)), 0) for _, last in spans]
+        return [(first, last + more) for (first, last), more in zip(spans, after, strict=True) if last > first]
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the common beginning."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
