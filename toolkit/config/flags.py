@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import operator
 import re
+import sys
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypeVar
 
+from toolkit.config.hints import VERBS, spell_hint
 from toolkit.core.display import Table
 from toolkit.core.errors import StrategyError, nearest
 
@@ -121,19 +124,43 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = ", ".join(map(str, action.choices))
             what = action.metavar or action.dest
-            near = nearest(value, action.choices)
+            near = f" Here it is `toolkit {VERBS[value]}`." if value in VERBS else nearest(value, action.choices)
             raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {choices}. See `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse unknown flags; a verb's own parser names the nearest of its flags."""
-        namespace_, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            positional = [action for action in self._get_positional_actions() if f"--{action.dest}" == unknown[0]]
-            near = nearest(unknown[0], self._option_string_actions)
-            if positional:
-                near = f" Give it without a flag: `{self.prog} {positional[0].metavar}`."
-            raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near} See `{self.prog} --help`.")
-        return namespace_, unknown
+        words = list(sys.argv[1:] if args is None else args)
+        namespace_, unknown = super().parse_known_args(words, namespace)
+        if not unknown:
+            return namespace_, unknown
+        end = f" See `{self.prog} --help`."
+        before = words[words.index(unknown[0]) - 1] if unknown[0] in words[1:] else ""
+        if isinstance(self._option_string_actions.get(before), argparse.BooleanOptionalAction):
+            raise StrategyError(f"{before} takes no value. Give `{before}` or `--no-{before[2:]}`.{end}")
+        if hints := self._hints(words, unknown):
+            names = ", ".join(map(repr, hints))
+            flags = " ".join(hint for hint in hints.values() if hint.startswith("--"))
+            known = all(word in self._option_string_actions for word in flags.split() if word.startswith("--"))
+            near = f" Here it is `{flags}`." if known else f" `toolkit train` has it as `{flags}`."
+            near = near if flags else ""
+            near += "".join(f" {name}: {hint}." for name, hint in hints.items() if not hint.startswith("--"))
+            raise StrategyError(f"{self.prog} does not know {names}.{near}{end}")
+        positional = [action for action in self._get_positional_actions() if f"--{action.dest}" == unknown[0]]
+        near = nearest(unknown[0], self._option_string_actions)
+        if positional:
+            near = f" Give it without a flag: `{self.prog} {positional[0].metavar}`."
+        raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near}{end}")
+
+    def _hints(self, words: Sequence[str], unknown: Sequence[str]) -> dict[str, str]:
+        """Return the unknown flags of other tools, with ours: `--num_train_epochs` → `--epochs 3`."""
+        hints = {}
+        for word in unknown:
+            name, equals, value = word.partition("=")
+            after = itertools.takewhile(lambda next_: not next_.startswith("--"), words[words.index(word) + 1 :])
+            positional = any(f"--{action.dest}" == name for action in self._get_positional_actions())
+            if name.startswith("--") and not positional and (hint := spell_hint(name, [value] if equals else [*after])):
+                hints[name] = hint
+        return hints
 
 
 def add_flags(
@@ -220,6 +247,21 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
     return values
 
 
+def field_hint(name: str, value: Any, names: Collection[str]) -> str:
+    """Return the fields that mean the same as another tool's: `num_train_epochs`, 3 → `" Here it is epochs=3."`."""
+    hint = spell_hint(name, value if isinstance(value, list | tuple) else [value])
+    pairs = re.findall(r"--(no-)?([\w-]+)(?: (?!--)(\S+))?", hint)
+    texts = {
+        field.replace("-", "_"): repr(not no) if not text else text if re.fullmatch(r"[\d.e-]+", text) else repr(text)
+        for no, field, text in pairs
+    }
+    if not texts or hint.startswith("leave"):
+        return f" {hint.capitalize()}." if hint else ""
+    if not texts.keys() <= set(names):
+        return f" `toolkit train` has it as `{hint}`."
+    return f" Here it is {', '.join(f'{field}={text}' for field, text in texts.items())}."
+
+
 def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     """Return a dataclass from its JSON.
 
@@ -229,7 +271,6 @@ def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     names = list(_kinds(owner))
     for name in values:
         if name not in names:
-            raise StrategyError(
-                f"{owner.__name__} has no field {name!r}.{nearest(name, names)} Known: {', '.join(names)}."
-            )
+            near = field_hint(name, values[name], names) or nearest(name, names)
+            raise StrategyError(f"{owner.__name__} has no field {name!r}.{near} Known: {', '.join(names)}.")
     return owner(**values)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from toolkit.config.flags import amount, choice, fields_table, validate
+from toolkit.config.hints import SHARDING_NAMES
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, nearest
@@ -130,8 +131,10 @@ def sharding_word(word: str) -> str:
     if key in names:
         return names[key]
     aliases = [alias.upper() for alias in names]
+    meant = SHARDING_NAMES.get(key)
+    near = f" Here it is --sharding {meant}." if meant else nearest(key, [*SHARDINGS, *aliases])
     raise StrategyError(
-        f"sharding {word!r} is unknown.{nearest(key, [*SHARDINGS, *aliases])} Known: {', '.join(SHARDINGS)}; "
+        f"sharding {word!r} is unknown.{near} Known: {', '.join(SHARDINGS)}; "
         f"aliases: {', '.join(aliases)}."
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import from_dict, spell, to_flags
+from toolkit.config.flags import field_hint, from_dict, spell, to_flags
 from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user
@@ -168,7 +168,8 @@ def _sort_options(
     for name in fields:
         if name not in owner_of:
             known = ", ".join(sorted(owner_of))
-            raise StrategyError(f"launch has no argument {name!r}.{nearest(name, owner_of)} Known: {known}.")
+            near = field_hint(name, fields[name], (*owner_of, "processes", "run_dir")) or nearest(name, owner_of)
+            raise StrategyError(f"launch has no argument {name!r}.{near} Known: {known}.")
         if not recipe and owner_of[name] != "strategy" and name not in OWN:
             raise StrategyError(
                 f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
