@@ -24,6 +24,8 @@ VALUES = {
     "--optimizer": "adamw",
     "--attention": "flash_attention_2",
     "--lr": "2e-5",
+    "--beta1": "0.5",
+    "--beta2": "0.5",
 }
 """A value of a flag, for hints that carry any other one than 2."""
 

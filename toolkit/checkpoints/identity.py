@@ -56,6 +56,7 @@ def identify(spec: ModelSpec, strategy: Strategy, data: str) -> Identity:
     """Return the identity of a run; `data` is the fingerprint of its rows."""
     shapes = json.dumps([(parameter.name, parameter.shape) for parameter in spec.parameters])
     adapter = {name: getattr(strategy, name) for name in ADAPTER_FIELDS} if strategy.adapter != "none" else {}
+    adapter |= {"lora_alpha": strategy.lora_alpha} if adapter and strategy.lora_alpha else {}
     return Identity(
         model=spec.name,
         source=spec.source,

@@ -123,9 +123,9 @@ def check_fits(point: ResumePoint, job: Job, identity: Identity) -> None:
                 f"{path} was written with {name} {was}, not {is_}: the order of the data depends on it. "
                 f"Resume with {name} {was}, or start a new run."
             )
-    if job.train_config.steps < manifest.step:
+    if job.train_config.total_steps < manifest.step:
         raise CheckpointError(
-            f"steps {job.train_config.steps}: {path} has done {manifest.step} already. Give --steps {manifest.step} or more."
+            f"steps {job.train_config.total_steps}: {path} has done {manifest.step} already. Give --steps {manifest.step} or more."
         )
 
 

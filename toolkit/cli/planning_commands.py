@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.flags import from_dict, given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.train_config import DEFAULT_STEPS, TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
 
@@ -136,7 +136,7 @@ def plan(flags: argparse.Namespace) -> Result:
             raise
         print(result.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
         print(
-            f"Add --data and --steps: without them it trains on the embedded text for {TrainConfig().steps} steps.",
+            f"Add --data: without it this trains on the embedded text for {DEFAULT_STEPS} steps.",
             file=sys.stderr,
         )
     return result

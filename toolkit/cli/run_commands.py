@@ -195,7 +195,7 @@ def compare(flags: argparse.Namespace) -> Result:
     from toolkit.devices.machine import hardware
 
     strategies_ = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
-    run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags, {"steps": 20})
+    run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags, {} if flags.epochs else {"steps": 20})
     options = {"machine": hardware(), "root": Path(flags.run_dir or "runs"), "processes": flags.processes}
     return compare(run_config, strategies_, train_config, **options)
 

@@ -197,7 +197,9 @@ class Strategy(Result):
     cp: int = amount(1, "", least=1)
     ep: int = amount(1, "", least=1)
     pp: int = amount(1, "", least=1)
-    lora_rank: int = amount(16, "rank of the adapter's matrices; its alpha is twice that", least=1)
+    lora_rank: int = amount(16, "rank of the adapter's matrices", least=1)
+    lora_alpha: int | None = amount(None, "scale of the adapter times its rank; open: twice the rank", least=1)
+    lora_dropout: float = amount(0.0, "share of an adapter's inputs dropped in training", least=0, below=1)
     lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ def one_document(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> bool
     """Return whether no row of the training holds a second document, or padding: then attention needs no mask."""
     import numpy as np
 
-    count = train_config.steps * _global_batch(train_config, dp_size)  # of the first epoch, if it is not all
+    count = train_config.total_steps * _global_batch(train_config, dp_size)  # of the first epoch, if it is not all
     taken = np.sort(_epoch(rows.count, train_config.seed, 0)[:count]) if count < rows.count else np.arange(rows.count)
     column = rows.columns[column_names(rows.packed)[-1]]  # a document's first position is 0, padding is masked with it
     # A block at a time: most data answer with the first one.
@@ -122,7 +122,7 @@ def batches(
     attention: str = "sdpa",
     workers: int = 0,
 ) -> Loader:
-    """Return this rank's micro-batches from `start_step` to `train_config.steps`, `accumulation` of them a step.
+    """Return this rank's micro-batches from `start_step` to `train_config.total_steps`, `accumulation` of them a step.
 
     A step takes the next micro_batch × accumulation × dp_size samples of `Order`, whichever way these three split it. Of
     them, the first micro_batch × dp_size belong to the first micro-step, and so on; of a micro-step the first
@@ -137,7 +137,7 @@ def batches(
         DataError: for fewer rows than one global batch.
     """
     check_batch(rows, train_config, dp_size=dp_size)
-    first, last = (step * train_config.accumulation for step in (start_step, train_config.steps))
+    first, last = (step * train_config.accumulation for step in (start_step, train_config.total_steps))
     order, indices = Order(rows=rows.count, seed=train_config.seed), range(first, max(first, last))
     return _loader(_Batches(rows, attention, order, train_config.micro_batch, dp_rank, dp_size, indices), workers)
 

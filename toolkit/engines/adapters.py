@@ -214,7 +214,8 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     targets = adapted(spec, strategy.lora_targets)
     with _seeded_by_name(model, job.train_config.seed):
-        peft_model = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets)
+        options: dict[str, Any] = {"alpha": strategy.lora_alpha, "dropout": strategy.lora_dropout}
+        peft_model = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets, **options)
     compute, storage = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
@@ -246,8 +247,19 @@ def _seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targets: list[str]) -> PeftModel:
+def add_adapter(
+    model: PreTrainedModel,
+    kind: str,
+    adapter: str,
+    rank: int,
+    targets: list[str],
+    *,
+    alpha: int | None = None,
+    dropout: float = 0.0,
+) -> PeftModel:
     """Put PEFT's adapter on these linear modules; `kind` is the spec's, `adapter` the strategy's word.
+
+    `alpha`: None for twice the rank.
 
     Raises:
         StrategyError: for modules that PEFT does not adapt in this model, as the output of a Mamba's mixer, and where it
@@ -258,8 +270,8 @@ def add_adapter(model: PreTrainedModel, kind: str, adapter: str, rank: int, targ
 
     config = LoraConfig(
         r=rank,
-        lora_alpha=2 * rank,
-        lora_dropout=0.0,
+        lora_alpha=alpha or 2 * rank,
+        lora_dropout=dropout,
         use_dora=adapter == "dora",
         target_modules=targets,
         task_type=TaskType.CAUSAL_LM if kind == "causal" else TaskType.SEQ_2_SEQ_LM,

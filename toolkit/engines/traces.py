@@ -25,6 +25,7 @@ class Adapter:
     """As `Strategy.lora_targets`."""
     dtype: str
     """torch's name of the dtype that its weights have in the forward."""
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig
     """
     strategy = job.strategy
     trained = job.weight_dtype if autocast else job.compute_dtype
-    adapter = Adapter(kind=strategy.adapter, rank=strategy.lora_rank, targets=strategy.lora_targets, dtype=trained)
+    fields: dict[str, Any] = {"rank": strategy.lora_rank, "targets": strategy.lora_targets, "dropout": strategy.lora_dropout}
+    adapter = Adapter(kind=strategy.adapter, dtype=trained, **fields)
     return TraceConfig(
         weights=trained if strategy.adapter == "none" else job.compute_dtype,
         autocast=autocast,

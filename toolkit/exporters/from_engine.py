@@ -221,7 +221,7 @@ def verify(
             error, notes = _compare(prepared, folder, probe, trained)
         checked = Checked(what="model" if adapter == "none" else "adapter", tensors=planned, error=error, notes=notes)
         settings = dataclasses.asdict(job.strategy), dataclasses.asdict(job.train_config)
-        rows = {**rows_of(*settings, job.parallelism, job.train_config.steps), **(about or {})}
+        rows = {**rows_of(*settings, job.parallelism, job.train_config.total_steps), **(about or {})}
         result.append(finish_export(folder, job.spec, checked, trained=adapter, rows=rows, folder=folder))
 
     on_main(accelerator, check)

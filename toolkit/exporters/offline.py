@@ -240,7 +240,7 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
     was = source.manifest.strategy
     fields = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
     return Job(
-        strategy=Strategy(**fields, attention=check_attention(spec)),
+        strategy=Strategy(**fields, lora_alpha=was.get("lora_alpha"), attention=check_attention(spec)),
         train_config=from_dict(TrainConfig, source.manifest.train_config),
         spec=spec,
         parallelism=Parallelism(),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MATTER = (
     *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
-    *("lora_rank", "lora_targets", "micro_batch", "accumulation", "seq_len", "ranks"),
+    *("lora_rank", "lora_targets", "lora_dropout", "micro_batch", "accumulation", "seq_len", "ranks"),
 )
 """Fields on which a run's bytes depend."""
 
@@ -75,7 +75,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
             ranks=about["ranks"],
             hardware=_hardware(forecast["hardware"]) if forecast else None,
             save=bool(run_config.get("save", True)),
-            num_checkpoints=saves.count_checkpoints(train_config.steps, about["attempts"][-1]["from_step"]),
+            num_checkpoints=saves.count_checkpoints(train_config.total_steps, about["attempts"][-1]["from_step"]),
             phases=measured["phases"] if measured else None,
             why=memory["reason"] or "no reason is recorded",
             dtypes=memory["audits"][0]["measured"]["dtypes"],

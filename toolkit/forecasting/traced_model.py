@@ -83,7 +83,7 @@ def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spe
             mark_experts(model, {name: model.get_parameter(name).shape for name in names})
     targets = list(_kept_names(stacks, adapted(spec, adapter.targets)))
     with torch.device("meta"):
-        peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets)
+        peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets, dropout=adapter.dropout)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, adapter.dtype))

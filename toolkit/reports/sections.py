@@ -101,7 +101,7 @@ def _bounded(table: Table) -> Table:
 def figures(run: Report) -> list[tuple[str, str]]:
     """Return the most important figures, each a name and a value."""
     train_config, steps = run.about["train_config"], run.steps
-    planned = f" of {int(train_config['steps']):,}" if "steps" in train_config else ""
+    planned = f" of {int(train_config['steps']):,}" if train_config.get("steps") else ""
     rows = [("status", run.status), ("sharding", run.sharding), ("steps", f"{run.done:,}{planned}")]
     if losses := [event["loss"] for event in steps if event["loss"] is not None]:
         rows.append(("loss", f"{losses[0]:.3f} → {losses[-1]:.3f}"))

@@ -52,7 +52,7 @@ class CheckpointPolicy:
             with self.run.window.saving("checkpoint"):
                 self.writer.save(step.step)
             self._saved_at = time.monotonic()
-        if step.stops or step.step == self.run.job.train_config.steps:
+        if step.stops or step.step == self.run.job.train_config.total_steps:
             self.writer.wait_published(step.step)
         self._record_published(self.writer)
 

@@ -128,9 +128,9 @@ def train(
     job, batches = prepared.job, iter(loader)
     loop = _Loop(prepared, schedule, samples)
     running: _RunningStep | None = None
-    for number in range(start + 1, job.train_config.steps + 1):
+    for number in range(start + 1, job.train_config.total_steps + 1):
         on_begin(number)
-        late = number < job.train_config.steps and loop.may_read_late() and read_late(number)
+        late = number < job.train_config.total_steps and loop.may_read_late() and read_late(number)
         try:
             step = loop.run(number, _next_micro_batches(batches, prepared, number), request)
         except Exception:
@@ -285,7 +285,7 @@ def _next_micro_batches(batches: Iterator[Batch], prepared: Prepared, step: int)
     if len(micro_batches) < train_config.accumulation:
         raise DataError(
             f"step {step}: the loader returned {len(micro_batches)} of {train_config.accumulation} micro-batches. "
-            f"{train_config.steps} steps need {train_config.steps * train_config.accumulation}. "
+            f"{train_config.total_steps} steps need {train_config.total_steps * train_config.accumulation}. "
             "Give more data, or lower --steps."
         )
     return micro_batches

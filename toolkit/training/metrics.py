@@ -43,7 +43,7 @@ class StepLog:
     def __init__(self, run: RankRun) -> None:
         from tqdm import tqdm
 
-        self._run, self._steps, self._main = run, run.job.train_config.steps, run.rank == 0
+        self._run, self._steps, self._main = run, run.job.train_config.total_steps, run.rank == 0
         label = run.job.strategy.label
         self._bar = tqdm(
             total=self._steps, initial=run.start, desc=label, unit="step", disable=not self._main, mininterval=0.5

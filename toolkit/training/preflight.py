@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.flags import differing
-from toolkit.config.run_config import RunConfig
+from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.data import (
@@ -144,7 +144,10 @@ def run_preflight(
         notes += [f"{name} {value}: without effect, since adapter is none" for name, value in unused.items()]
     data = rows["data"]
     assert data is not None, "the data were prepared by the parent, or read here"
-    check_batch(data, resolved.train_config, dp_size=resolved.parallelism.dp_size)
+    dp_size = resolved.parallelism.dp_size
+    check_batch(data, resolved.train_config, dp_size=dp_size)
+    train_config = resolved.train_config.with_steps(data.count, dp_size, embedded=run_config.data == EMBEDDED)
+    resolved = dataclasses.replace(resolved, train_config=train_config)
     if prepared is None:
         notes += [
             f"{name}: {warning}"
@@ -165,7 +168,7 @@ def _summary(rows: Rows, job: Job) -> list[str]:
         f" {rows.documents:,} documents of up to {rows.longest:,} tokens",
         f"tokens: {rows.tokens:,}, {rows.trained_tokens / rows.tokens:.1%} of them trained; {rows.truncated:,} documents"
         f" cut, {rows.too_long:,} left out as too long, {rows.dropped:,} rows dropped without a trained label",
-        f"epochs: {config.steps * batch / rows.count:.2f} ({config.steps:,} steps of {batch:,} rows)",
+        f"epochs: {config.total_steps * batch / rows.count:.2f} ({config.total_steps:,} steps of {batch:,} rows)",
     ]
 
 
@@ -184,7 +187,7 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
                 preflight.rows, preflight.job.train_config, dp_size=preflight.job.parallelism.dp_size
             ),
             save=run_config.save,
-            num_checkpoints=run_config.count_checkpoints(preflight.job.train_config.steps, start),
+            num_checkpoints=run_config.count_checkpoints(preflight.job.train_config.total_steps, start),
         )
         return dataclasses.replace(preflight, forecast=result)
     except Exception as error:  # a run trains without a forecast, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -113,6 +114,8 @@ class RankRun:
         self.preflight = run_preflight(
             self.config, self._strategy, self._train_config, ranks, self.machine.device, prepared=prepared
         )
+        steps = self.preflight.job.train_config.steps
+        self._train_config = dataclasses.replace(self._train_config, steps=steps, epochs=None)
         if os.environ.get("RANK", "0") == "0":
             start = newest_step(self.folder.checkpoints) if self.resume else 0
             self.preflight = with_forecast(self.preflight, self.config, self.machine, start)
@@ -198,7 +201,7 @@ class RankRun:
 
     def is_due(self, step: int, every: int) -> bool:
         """Return whether work of every `every` steps is due after this one. The last step always counts; 0 is never."""
-        return step == self.job.train_config.steps or (every > 0 and step % every == 0)
+        return step == self.job.train_config.total_steps or (every > 0 and step % every == 0)
 
     def evaluation_due(self, step: int) -> bool:
         """Return whether the run evaluates after this step."""

@@ -48,6 +48,8 @@ def merge_config(
         RunError: where a field has to be given again: it held a secret, or allows the model's own code to run.
     """
     fields = {**recorded["strategy"], **strategy}
+    if "epochs" in train_config:
+        train_config = {"steps": None, **train_config}
     keeps_replicas = "sharding" not in strategy or "dp_replicate" in strategy
     if not keeps_replicas and not SHARDINGS[sharding_word(fields["sharding"])].hybrid:
         fields["dp_replicate"] = 1
@@ -186,7 +188,7 @@ def finished(path: Path, recorded: Mapping[str, Any], train_config: TrainConfig)
     Raises:
         RunError: as `check_not_repeated`.
     """
-    done = int(recorded["train_config"].get("steps", 0))
+    done = int(recorded["train_config"].get("steps") or 0)
     if not recorded.get("finished"):
         return None
     newest = next(iter(list_checkpoints(path / "checkpoints")), None)

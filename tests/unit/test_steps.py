@@ -1,0 +1,66 @@
+"""The number of steps: given, from epochs, or one epoch; the warm-up as steps and as a share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.run_config import RunConfig
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import StrategyError
+from toolkit.devices.machine import hardware
+from toolkit.training.preflight import run_preflight
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "dp_size", "steps"),
+    [
+        ({"micro_batch": 4}, 40, 1, 10),
+        ({"micro_batch": 4}, 41, 1, 11),
+        ({"micro_batch": 4, "accumulation": 2}, 40, 5, 1),
+        ({"micro_batch": 4, "epochs": 3}, 40, 2, 15),
+        ({"micro_batch": 4, "epochs": 0.1}, 30, 1, 1),
+        ({"micro_batch": 1, "epochs": 0.1}, 30, 1, 3),
+        ({"micro_batch": 4, "steps": 7}, 40, 1, 7),
+    ],
+)
+def test_steps_are_the_epochs_of_the_rows(fields: dict[str, float], rows: int, dp_size: int, steps: int) -> None:
+    config = TrainConfig(**fields).with_steps(rows, dp_size)  # type: ignore[arg-type]
+    assert (config.steps, config.epochs, config.total_steps) == (steps, None, steps)
+
+
+def test_the_embedded_text_takes_100_steps() -> None:
+    assert TrainConfig().with_steps(10_000, 1, embedded=True).steps == TrainConfig().total_steps == 100
+    assert TrainConfig(epochs=2, micro_batch=1).with_steps(30, 1, embedded=True).steps == 60
+
+
+def test_a_file_takes_one_epoch(tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("some words of a text to train on\n" * 400)
+    request = Strategy(), TrainConfig(seq_len=32, micro_batch=2), 1, hardware("1x cpu").device
+    result = run_preflight(RunConfig(data=str(data)), *request)
+    assert result.job.train_config.steps == -(-result.rows.count // 2)
+    assert result.notes[-1].startswith("epochs: 1.0")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"steps": 3, "epochs": 1}, "steps 3 and epochs 1: give one of them"),
+        ({"epochs": 0}, "epochs 0: expected float above 0"),
+        ({"warmup": 1.5}, "warmup 1.5: expected whole steps, or a share below 1"),
+        ({"warmup": -0.1}, "warmup -0.1: expected float of at least 0"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, float], said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        TrainConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_a_share_below_one_is_a_share_of_the_steps() -> None:
+    share, steps = TrainConfig(warmup=0.03, steps=200, lr=1.0), TrainConfig(warmup=6, steps=200, lr=1.0)
+    assert share.warmup_steps == 6
+    assert [share.rate_factor(done) for done in range(200)] == [steps.rate_factor(done) for done in range(200)]
+    assert TrainConfig(warmup=5.0).warmup == TrainConfig().warmup_steps == 5
