@@ -46,8 +46,10 @@ def train_rank(run: RankRun) -> int:
 def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, schedule: Any) -> int | None:
     """Train the remaining steps. Return the step after which a signal stopped the run, or None."""
     policy, done = run.checkpoint_policy(prepared, schedule), run.start
-    if run.missed_evaluation() and not run.evaluate(prepared, done):
+    if run.missed_evaluation() and not run.evaluate(prepared, done, tokenizer):
         return done
+    if run.ends_early():
+        return None
     steps = tk.train(
         prepared,
         loader,
@@ -65,9 +67,13 @@ def train_steps(run: RankRun, prepared: Prepared, tokenizer: Any, loader: Any, s
             policy.step_done(step)  # before an evaluation, which may take long
             if step.stops:
                 return done
-            if run.evaluation_due(done) and not run.evaluate(prepared, done):
-                policy.save_last_good(done)  # this step is not evaluated yet: the resumed run does it
-                return done
+            if run.evaluation_due(done):
+                if not run.evaluate(prepared, done, tokenizer):
+                    policy.save_last_good(done)  # this step is not evaluated yet: the resumed run does it
+                    return done
+                if run.ends_early():
+                    policy.save_last_good(done)
+                    return None
     except NotFinite as error:
         policy.save_before_failing(done, error)
         raise

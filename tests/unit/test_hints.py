@@ -96,7 +96,9 @@ def test_our_parser_takes_every_hint(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HINTS if "=" not in name])
 def test_a_name_that_we_have_needs_no_hint(name: str) -> None:
-    flags = {f"--{field}" for field in (*vars(RunConfig()), *vars(Strategy()), *vars(TrainConfig()), "deepspeed_config")}
+    flags = {
+        f"--{field}" for field in (*vars(RunConfig()), *vars(Strategy()), *vars(TrainConfig()), "deepspeed_config")
+    }
     assert f"--{name}" not in flags
 
 

@@ -497,3 +497,13 @@ def test_a_checkpointed_graph_keeps_no_packed_weight(tmp_path: Path) -> None:
     gc.collect()
     assert held.expired()
     assert torch.equal(torch.autograd.grad(result.sum(), x)[0], exact)
+
+
+def test_an_adapter_has_the_alpha_and_dropout_that_are_given() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    made = add_adapter(base, "causal", "lora", 4, ["model.layers.0.mlp.up_proj"], alpha=6, dropout=0.1)
+    config: Any = made.peft_config["default"]
+    assert (config.lora_alpha, config.lora_dropout) == (6, 0.1)
+    module: Any = made.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    assert (module.scaling["default"], module.lora_dropout["default"].p) == (1.5, 0.1)

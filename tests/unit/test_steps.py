@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import StrategyError
+from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.devices.machine import hardware
 from toolkit.training.preflight import run_preflight
+from toolkit.training.rank_run import RankRun
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,44 @@ def test_a_share_below_one_is_a_share_of_the_steps() -> None:
     assert share.warmup_steps == 6
     assert [share.rate_factor(done) for done in range(200)] == [steps.rate_factor(done) for done in range(200)]
     assert TrainConfig(warmup=5.0).warmup == TrainConfig().warmup_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"early_stop": 2}, "early_stop 2: expected data to evaluate. Give --eval-data"),
+        ({"save_best": True}, "save_best True: expected data to evaluate. Give --eval-data"),
+        ({"eval_micro_batch": 2}, "eval_micro_batch 2: expected data to evaluate. Give --eval-data"),
+        ({"early_stop": 2, "eval_data": "embedded"}, "expected evaluations in the run. Give --eval-every"),
+    ],
+)
+def test_an_evaluation_needs_data(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ToolkitError, match=said):
+        RunConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "ends"),
+    [
+        ([], 1, False),
+        ([3.0], 1, False),
+        ([3.0, 2.0, 2.5], 1, True),
+        ([3.0, 2.0, 2.5], 2, False),
+        ([3.0, 2.0, 2.5, 2.1], 2, True),
+        ([3.0, 2.0, 2.5, 1.9], 1, False),
+        ([3.0, 3.0], 1, True),
+        ([1.0, 2.0, 3.0], 0, False),
+    ],
+)
+def test_a_run_ends_early_after_evaluations_without_a_lower_loss(
+    losses: list[float], patience: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.training.rank_run.on_any_rank", bool)
+    (tmp_path / "events.jsonl").write_text("".join(f'{{"step": 1, "eval_loss": {loss}}}\n' for loss in losses))
+    run = RankRun.__new__(RankRun)
+    config = {"early_stop": patience, "eval_every": 1, "eval_data": "embedded"} if patience else {}
+    run.config = RunConfig(**config)
+    run.preflight = SimpleNamespace(eval_rows=True)  # type: ignore[assignment]
+    run.accelerator = SimpleNamespace(is_main_process=True, print=lambda text: None)  # type: ignore[assignment]
+    run.folder = SimpleNamespace(events=tmp_path / "events.jsonl")  # type: ignore[assignment]
+    assert run.ends_early() is ends

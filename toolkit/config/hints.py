@@ -82,7 +82,10 @@ nnodes num_machines node_rank machine_rank master_addr master_port: leave it out
 """Names, or NAME=VALUE for one value: our flags, with the value for `{}`; or a sentence that begins with `leave it out`."""
 
 HINTS: dict[str, str] = {
-    name: hint for line in _FLAGS.strip().splitlines() for names, hint in [line.split(": ", 1)] for name in names.split()
+    name: hint
+    for line in _FLAGS.strip().splitlines()
+    for names, hint in [line.split(": ", 1)]
+    for name in names.split()
 }
 
 VERBS = dict.fromkeys(("finetune", "fine-tune", "sft", "fit", "run", "start", "pretrain"), "train")

@@ -34,6 +34,14 @@ class RunConfig:
     """Evaluated every `eval_every` steps, and at the end."""
     eval_every: int = amount(0, "steps between evaluations; 0: at the end alone", least=0)
     """In optimizer steps."""
+    eval_micro_batch: int | None = amount(
+        None, "rows of a rank in one forward of an evaluation; open: --micro-batch", least=1
+    )
+    """The forecast is of training steps: a larger one may need more memory."""
+    save_best: bool = amount(False, "save the model of the lowest evaluation loss, too, in the run's best/")
+    """Beside the last one in `export/`."""
+    early_stop: int = amount(0, "end after so many evaluations in a row without a lower loss; 0: never", least=0)
+    """The run ends as after its last step."""
     mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
     train_on: str = choice("all-turns", TRAIN_ON, "turns of the assistant to train on")
@@ -73,10 +81,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.eval_every and not self.eval_data:
-            raise ToolkitError(
-                f"eval_every {self.eval_every}: expected data to evaluate. Give --eval-data, or leave it out."
-            )
+        for name in ("eval_every", "eval_micro_batch", "save_best", "early_stop"):
+            if getattr(self, name) and not self.eval_data:
+                raise ToolkitError(
+                    f"{name} {getattr(self, name)}: expected data to evaluate. Give --eval-data, or leave it out."
+                )
+        if self.early_stop and not self.eval_every:
+            raise ToolkitError(f"early_stop {self.early_stop}: expected evaluations in the run. Give --eval-every too.")
 
     @property
     def checkpoints(self) -> bool:

@@ -134,8 +134,7 @@ def sharding_word(word: str) -> str:
     meant = SHARDING_NAMES.get(key)
     near = f" Here it is --sharding {meant}." if meant else nearest(key, [*SHARDINGS, *aliases])
     raise StrategyError(
-        f"sharding {word!r} is unknown.{near} Known: {', '.join(SHARDINGS)}; "
-        f"aliases: {', '.join(aliases)}."
+        f"sharding {word!r} is unknown.{near} Known: {', '.join(SHARDINGS)}; aliases: {', '.join(aliases)}."
     )
 
 

@@ -41,7 +41,9 @@ class TrainConfig(Result):
     beta2: float = amount(0.999, "decay of the second moment", least=0, below=1)
     eps: float = amount(1e-8, "added to the root of the second moment", above=0)
     scheduler: str = choice("cosine", SCHEDULERS, "decay of the rate after the warm-up, over the remaining steps")
-    warmup: float = amount(5, "steps of the rate's rise to its peak; below 1 a share of the steps, such as 0.03", least=0)
+    warmup: float = amount(
+        5, "steps of the rate's rise to its peak; below 1 a share of the steps, such as 0.03", least=0
+    )
     warmup_type: str = choice(
         "linear", ("linear", "log"), "shape of the rise; log: the default of DeepSpeed's schedulers"
     )
@@ -49,9 +51,14 @@ class TrainConfig(Result):
     loss_scale: float = amount(65536.0, "fp16: the first scale of the loss, a power of 2; it adapts", least=1)
     loss_scale_window: int = amount(2000, "fp16: steps without an overflow before the scale doubles", least=1)
     steps: int | None = amount(
-        None, "optimizer steps; open: --epochs, else one epoch of your data, 100 steps of the embedded text", "max_steps", least=1
+        None,
+        "optimizer steps; open: --epochs, else one epoch of your data, 100 steps of the embedded text",
+        "max_steps",
+        least=1,
     )
-    epochs: float | None = amount(None, "passes over the data, in place of --steps; the last step is a full one", above=0)
+    epochs: float | None = amount(
+        None, "passes over the data, in place of --steps; the last step is a full one", above=0
+    )
     seed: int = amount(0, "seed of the data's order, dropout, and an adapter's first weights", least=0)
 
     def __post_init__(self) -> None:
@@ -96,7 +103,9 @@ class TrainConfig(Result):
         if done < self.warmup_steps:
             risen = done + 1
             height = (
-                risen / self.warmup_steps if self.warmup_type == "linear" else math.log(risen) / math.log(max(2, self.warmup_steps))
+                risen / self.warmup_steps
+                if self.warmup_type == "linear"
+                else math.log(risen) / math.log(max(2, self.warmup_steps))
             )
         else:
             left = max(0.0, 1 - (done - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))

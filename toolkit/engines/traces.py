@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.job import Job
@@ -62,7 +62,11 @@ def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig
     """
     strategy = job.strategy
     trained = job.weight_dtype if autocast else job.compute_dtype
-    fields: dict[str, Any] = {"rank": strategy.lora_rank, "targets": strategy.lora_targets, "dropout": strategy.lora_dropout}
+    fields: dict[str, Any] = {
+        "rank": strategy.lora_rank,
+        "targets": strategy.lora_targets,
+        "dropout": strategy.lora_dropout,
+    }
     adapter = Adapter(kind=strategy.adapter, dtype=trained, **fields)
     return TraceConfig(
         weights=trained if strategy.adapter == "none" else job.compute_dtype,

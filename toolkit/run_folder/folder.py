@@ -76,6 +76,7 @@ class Folder:
     published = Inside("checkpoints.jsonl")
     """A line for each published checkpoint: its step, bytes, and cost."""
     export = Inside("export")
+    best = Inside("best")
     """The trained model."""
     report = Inside("report.html")
     """The run as a page."""

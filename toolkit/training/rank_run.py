@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -90,6 +91,7 @@ class RankRun:
         self.resume_point = ResumePoint.nothing()
         self.attempt = 0
         self._audit: Audit | None = None
+        self._ended_early, self._last_step = False, 0
 
     @property
     def start(self) -> int:
@@ -214,13 +216,33 @@ class RankRun:
         lines = (line for line in read_events(self.folder.events) if "eval_loss" in line)
         return not on_any_rank(any(line["step"] == self.start for line in lines))
 
-    def evaluate(self, prepared: Prepared, step: int) -> bool:
-        """Record the mean loss over all held-out rows. Return False where a signal interrupted it. A collective."""
+    def _eval_losses(self) -> list[float]:
+        """Return the losses of all evaluations so far. Rank 0 has them."""
+        events = read_events(self.folder.events) if self.accelerator.is_main_process else []
+        return [line["eval_loss"] for line in events if "eval_loss" in line]
+
+    def ends_early(self) -> bool:
+        """Return whether the last `early_stop` evaluations had no lower loss. A collective."""
+        if not self.config.early_stop or not self.preflight.eval_rows:
+            return False
+        losses = self._eval_losses()
+        late = bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= self.config.early_stop
+        self._ended_early = on_any_rank(late)
+        if self._ended_early:
+            self.accelerator.print(f"the run ends: {self.config.early_stop} evaluations in a row had no lower loss")
+        return self._ended_early
+
+    def evaluate(self, prepared: Prepared, step: int, tokenizer: Any = None) -> bool:
+        """Record the mean loss over all held-out rows; save the best model. A collective.
+
+        Returns:
+            False where a signal interrupted it.
+        """
         assert self.preflight.eval_rows is not None, "nothing is due without data"
         self.beat.note("evaluate")
         batches = eval_batches(
             self.preflight.eval_rows,
-            micro_batch=self.job.train_config.micro_batch,
+            micro_batch=self.config.eval_micro_batch or self.job.train_config.micro_batch,
             dp_rank=self.job.coordinates(self.rank).dp_rank,
             dp_size=self.job.parallelism.dp_size,
             attention=self.job.strategy.attention,
@@ -234,6 +256,13 @@ class RankRun:
         if self.config.tracker:
             self.accelerator.log({"eval_loss": loss}, step=step)
         self.accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
+        if self.config.save_best and on_any_rank(loss <= min(self._eval_losses(), default=math.inf)):
+            self.beat.note("save")
+            with self.window.saving("checkpoint"):
+                save(prepared, tokenizer, self.folder.best)
+            self.accelerator.print(
+                f"step {step}: the lowest evaluation loss so far; its model is in {self.folder.best}"
+            )
         self.beat.note("between")
         return True
 
@@ -251,6 +280,7 @@ class RankRun:
         Raises:
             StrategyMismatch: where they differ from the request.
         """
+        self._last_step = step.step
         self._log.record(step)
         self.beat.note("between", step=step.step)
         self.window.step_done(step.step)
@@ -291,7 +321,8 @@ class RankRun:
                 export = verify(prepared, self.folder.export, saved, batch, about=facts)
             self.accelerator.print(export or "")
         if self.accelerator.is_main_process:
-            finish(self.folder, export=export.to_dict() if export else None)
+            steps = self._last_step or self.start if self._ended_early else None
+            finish(self.folder, export=export.to_dict() if export else None, steps=steps)
         self.accelerator.end_training()
 
     def _write_memory(self, last_audit: Audit) -> None:

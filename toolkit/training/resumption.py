@@ -220,9 +220,10 @@ def check_not_repeated(path: Path, recorded: Mapping[str, Any], start: int) -> N
         )
 
 
-def finish(folder: Folder, *, export: Mapping[str, Any] | None) -> None:
-    """Record in `run.json` that the run is done, and the export's files and checks."""
+def finish(folder: Folder, *, export: Mapping[str, Any] | None, steps: int | None = None) -> None:
+    """Record in `run.json` that the run is done, and the export's files and checks; `steps` of a run that ended early."""
     recorded = read_run_json(folder.path)
+    recorded["train_config"] |= {"steps": steps} if steps else {}
     write_json(folder.run_json, {**recorded, "export": export, "finished": timestamp()})
 
 
