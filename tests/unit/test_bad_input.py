@@ -120,10 +120,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "targets": ("train --adapter lora --lora-targets q_prj", ["'q_prj'", "q_proj", "all-linear"]),
     # Data
     "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
-    "no evaluation": ("train --eval-data nothing.jsonl", ["nothing.jsonl", "no such file"]),
+    "no evaluation": ("train --eval-data nothing.jsonl", ["--eval-data nothing.jsonl: no such file", "leave --eval-data out"]),
+    "data as a model": ("train --model {things}/chat.jsonl", ["is a data file", "`--data {things}/chat.jsonl`"]),
+    "program as data": ("train --data train.py", ["'train.py' is a program", "`toolkit launch train.py`", ".txt"]),
     "malformed": ("train --data {things}/malformed.jsonl", ["malformed.jsonl, line 2", "malformed JSON", "column"]),
     "other column": ("train --data {things}/misnamed.jsonl", ["line 1", "'body'", "--text-column"]),
-    "bad evaluation": ("train --eval-data {things}/malformed.jsonl", ["malformed.jsonl, line 2"]),
+    "bad evaluation": ("train --eval-data {things}/malformed.jsonl", ["--eval-data {things}", "malformed.jsonl, line 2"]),
     "no template": ("train --data {things}/chat.jsonl", ["no chat template", "--chat-template FILE"]),
     "no such template": ("train --chat-template no.jinja", ["no.jinja", "No such file", "Jinja"]),
     "too little": ("train --data {things}/short.jsonl", ["too little data", "global batch takes 4", "--micro-batch"]),
@@ -154,7 +156,7 @@ def test_one_sentence_and_nothing_left(
     assert said.startswith("toolkit: ")
     assert "\n" not in said
     for words in expected:
-        assert words in said, said
+        assert words.format(things=things) in said, said
     assert list(tmp_path.iterdir()) == []
     assert sorted(things.rglob("*")) == before
 
@@ -223,6 +225,20 @@ def test_json_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capfd.readouterr().out)["distributed_type"] == "DEEPSPEED"
 
 
+def test_json_overwrites_its_own_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "r.json"
+    for sharding in ("zero2", "zero3"):
+        assert cli.main(["config", "--sharding", sharding, "--json", str(target)]) == 0
+        assert json.loads(target.read_text())["deepspeed_config"]["zero_stage"] == int(sharding[-1])
+    target.write_text(target.read_text() + "\n")
+    changed = target.read_bytes()
+    assert cli.main(["config", "--sharding", "zero2", "--json", str(target)]) == 2
+    assert "r.json: it exists, and has other content" in capsys.readouterr().err
+    (tmp_path / "link.json").symlink_to(target)
+    assert cli.main(["config", "--sharding", "zero2", "--json", str(tmp_path / "link.json")]) == 2
+    assert target.read_bytes() == changed
+
+
 def test_a_finished_run_refuses_what_would_change_nothing_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +252,7 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it(
 def test_fields_without_effect_are_named() -> None:
     """Other rows of a comparison may need them."""
     strategy, device = Strategy(lora_rank=8), hardware("1x cpu").device
-    [note] = run_preflight(RunConfig(), strategy, TrainConfig(), 1, device).notes
+    note, *_ = run_preflight(RunConfig(), strategy, TrainConfig(), 1, device).notes
     assert note == "lora_rank 8: without effect, since adapter is none"
 
 

@@ -90,7 +90,7 @@ def test_our_parser_takes_every_hint(name: str) -> None:
         fields["sharding"] = "zero3"
     from_dict(Strategy, fields)
     from_dict(TrainConfig, given(flags, TrainConfig))
-    from_dict(RunConfig, {"eval_data": "x.jsonl", **given(flags, RunConfig)})
+    from_dict(RunConfig, {"eval_data": "x.jsonl", "eval_every": 2, **given(flags, RunConfig)})
     assert "VALUE" not in hint
 
 
@@ -146,5 +146,5 @@ def test_names_of_verbs_and_shardings_mean_ours() -> None:
 def test_python_has_the_same_hints(fields: dict[str, object], said: str) -> None:
     with pytest.raises(StrategyError, match=rf"launch has no argument .* Here it is {re.escape(said)}\. Known:"):
         tk.launch(**fields)  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="Push|Leave it out, and upload"):
+    with pytest.raises(StrategyError, match="Leave it out, and upload"):
         tk.launch(push_to_hub=True)

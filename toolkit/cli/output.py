@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import encode_json
+from toolkit.core.atomic_io import encode_json, write_whole
+from toolkit.core.cache import keep, recall, state_folder
 from toolkit.core.display import Result
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, value_or
 
 
 @contextlib.contextmanager
@@ -38,14 +40,24 @@ def check_target(target: str | None, flag: str) -> None:
     folder = Path(target).absolute().parent
     if Path(target).is_dir():
         why = "it is a folder"
-    elif Path(target).is_file() or Path(target).is_symlink():
-        raise ToolkitError(f"{flag} {target}: it exists. Remove it, name another file, or - for standard output.")
+    elif Path(target).is_symlink() or (Path(target).is_file() and not value_or(False, _written_here, Path(target))):
+        raise ToolkitError(f"{flag} {target}: it exists, and has other content than a result of the toolkit. Remove it, name another file, or - for standard output.")
     elif not folder.is_dir():
         why = f"there is no folder {folder}"
     else:
         why = "" if os.access(folder, os.W_OK) else f"{folder} cannot be written"
     if why:
         raise ToolkitError(f"{flag} {target}: {why}. Name a file in a folder that exists, or - for standard output.")
+
+
+def _record(path: Path) -> Path:
+    """Return the file with the digest of what `show` wrote to this path."""
+    return state_folder("written") / hashlib.sha256(os.fsencode(path.absolute())).hexdigest()
+
+
+def _written_here(path: Path) -> bool:
+    """Return whether `show` wrote the file, and nobody has changed it since."""
+    return recall(_record(path), str) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_config(path: Path, content: dict[str, Any], flag: str) -> None:
@@ -80,7 +92,14 @@ def show(result: Result | dict[str, Any], target: str | None) -> None:
         if target == "-":
             print(text, end="")
         else:
-            write(Path(target), text)
+            path = Path(target)
+            if not path.is_symlink() and path.is_file() and value_or(False, _written_here, path):
+                write_whole(path, text.encode())
+            else:
+                write(path, text)
+            if path.is_file():
+                with contextlib.suppress(ToolkitError):
+                    keep(_record(path), hashlib.sha256(text.encode()).hexdigest())
     if isinstance(result, Result) and target != "-":
         print(result)
     sys.stdout.flush()

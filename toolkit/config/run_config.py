@@ -14,6 +14,9 @@ from toolkit.core.errors import ToolkitError
 EMBEDDED = "embedded"
 """The name of the model and of the data that are used where none are named."""
 
+DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".jsonl.gz", ".jsonl.zst", ".csv.gz", ".txt.gz")
+"""Of files that are data, and no model."""
+
 TRAIN_ON = ("all-turns", "last-turn")
 TOO_LONG = ("cut", "drop", "split", "refuse")
 
@@ -81,6 +84,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.model.lower().endswith(DATA_ENDINGS):
+            raise ToolkitError(
+                f"model {self.model!r} is a data file. Give it as `--data {self.model}`, and a Hub id or a folder as --model."
+            )
+        if self.data.endswith(".py"):
+            raise ToolkitError(
+                f"data {self.data!r} is a program. `toolkit launch {self.data}` runs your own script. To train on its text, "
+                "copy it to a file that ends in .txt."
+            )
         for name in ("eval_every", "eval_micro_batch", "save_best", "early_stop"):
             if getattr(self, name) and not self.eval_data:
                 raise ToolkitError(

@@ -231,11 +231,15 @@ def _table(title: str, columns: Sequence[str], candidates: Iterable[Candidate], 
     return Table(title=title, columns=columns, rows=rows, notes=notes)
 
 
+DEFAULT_BATCH = 32
+"""Samples of a step that a plan takes by default, or the next multiple of the ranks."""
+
+
 def plan(
     model: ModelSpec | str,
     on: Hardware | str | None = None,
     *,
-    global_batch: int,
+    global_batch: int | None = None,
     seq_len: int | None = None,
     strategy: Strategy | None = None,
     train_config: TrainConfig | None = None,
@@ -251,7 +255,7 @@ def plan(
     Args:
         model: a spec, or what `describe` takes.
         on: the machine, or its name; by default this one.
-        global_batch: samples of a step, over all ranks.
+        global_batch: samples of a step, over all ranks; by default the least multiple of the ranks from 32 on.
         seq_len: tokens of a sample; by default that of `train_config`.
         strategy: adapter, precision and attention; sharding, offload and activation checkpointing are chosen.
         train_config: the step; micro-batch and accumulation are chosen.
@@ -275,17 +279,19 @@ def plan(
         strategy=base,
         train_config=dataclasses.replace(request, seq_len=request.seq_len if seq_len is None else seq_len),
         machine=on if isinstance(on, Hardware) else hardware(on),
-        global_batch=global_batch,
+        global_batch=0,
         one_document=one_document,
         tokens=tokens,
         price=price,
     )
+    default = math.ceil(DEFAULT_BATCH / search.data_ranks) * search.data_ranks
+    search = dataclasses.replace(search, global_batch=default if global_batch is None else global_batch)
     _check_request(search, vary, allow_unquantized)
     ranked, rejected = search.run()
     return Plan(
         model=spec.name,
         hardware=search.machine,
-        global_batch=global_batch,
+        global_batch=search.global_batch,
         ranked=tuple(ranked),
         rejected=tuple(rejected),
         alternatives=tuple(find_alternatives(search, vary, machines=True) if ranked else find_alternatives(search)),

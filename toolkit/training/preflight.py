@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from toolkit.config.flags import differing
 from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import DataError
 from toolkit.data import (
     Rows,
     batches,
@@ -117,7 +121,10 @@ def run_preflight(
     # Mistakes in the data are found before anything heavy is imported.
     unread = {name: path for name, path in paths.items() if rows.get(name) is None}
     reading = {name: getattr(run_config, name) for name in ("text_column", "columns", "data_format")}
-    contents = {name: ingest(path, seed=train_config.seed, **reading) for name, path in unread.items()}
+    contents = {}
+    for name, path in unread.items():
+        with _naming_flag(name, path):
+            contents[name] = ingest(path, seed=train_config.seed, **reading)
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
@@ -125,19 +132,20 @@ def run_preflight(
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     for name, each in contents.items():
-        rows[name] = prepare_data(
-            each,
-            tokenizer,
-            spec,
-            seq_len=resolved.train_config.seq_len,
-            mask_prompts=run_config.mask_prompts,
-            chat_template=run_config.chat_template,
-            packing=None if run_config.packing else False,
-            attention=resolved.strategy.attention,
-            train_on=run_config.train_on,
-            add_end_token=run_config.add_end_token,
-            too_long=run_config.too_long,
-        )
+        with _naming_flag(name, paths[name]):
+            rows[name] = prepare_data(
+                each,
+                tokenizer,
+                spec,
+                seq_len=resolved.train_config.seq_len,
+                mask_prompts=run_config.mask_prompts,
+                chat_template=run_config.chat_template,
+                packing=None if run_config.packing else False,
+                attention=resolved.strategy.attention,
+                train_on=run_config.train_on,
+                add_end_token=run_config.add_end_token,
+                too_long=run_config.too_long,
+            )
         notes += [f"{name}: {each.notes}"] if each.notes else []
     if prepared is None and strategy.adapter == "none":
         unused = {name: value for name, value in differing(strategy).items() if name.startswith("lora_")}
@@ -157,6 +165,18 @@ def run_preflight(
         ]
         notes += _summary(data, resolved)
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
+
+
+@contextlib.contextmanager
+def _naming_flag(name: str, path: str) -> Iterator[None]:
+    """Name --eval-data in the messages about its data; they are written for --data."""
+    try:
+        yield
+    except DataError as error:
+        if name == "data":
+            raise
+        text = re.sub(r"^data ", "", re.sub(r"--data(?![\w-])", "--eval-data", str(error)))
+        raise DataError(f"--eval-data {'' if text.startswith(path) else f'{path}: '}{text}") from error
 
 
 def _summary(rows: Rows, job: Job) -> list[str]:
