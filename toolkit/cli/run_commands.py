@@ -16,7 +16,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import RunError, ToolkitError
-from toolkit.core.redaction import MARK
+from toolkit.core.redaction import MARK, redact, visible
 
 if TYPE_CHECKING:
     from toolkit.launcher.targets import Target
@@ -235,5 +235,8 @@ def _changed_fields(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 
 def _result(path: Path) -> dict[str, Any]:
     from toolkit.comparison import read_run
+    from toolkit.reports import report
+    from toolkit.reports.sections import summarize
 
+    print(visible(redact(summarize(report(path)))))
     return dataclasses.asdict(read_run(path))

@@ -121,6 +121,35 @@ def figures(run: Report) -> list[tuple[str, str]]:
     return rows
 
 
+def summarize(run: Report) -> str:
+    """Return the end of a training in a few lines: losses, speed, memory next to the forecast, the saved model."""
+    about, steps = run.about, run.steps
+    losses = [event["loss"] for event in steps if event.get("loss") is not None]
+    evaluations = [event["eval_loss"] for event in run.evaluations if event["eval_loss"] is not None]
+    rows, expected = (about.get("data") or {}).get("count"), run.forecast["device"]["peak_bytes"] if run.forecast else None
+    peak, forecast = (run.measured or {}).get("peak_bytes"), format_bytes(expected) if expected else "none"
+    parts = [
+        f"loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "",
+        f"evaluation loss {evaluations[-1]:.4f}" if evaluations else "",
+        f"lowest {min(evaluations):.4f}" if len(evaluations) > 1 else "",
+        f"{throughput(steps) or 0:,.0f} tokens/s",
+        f"{run.done:,} steps in {sum(event['seconds'] for event in steps):,.1f} s",
+        f"{run.done * _global_batch(about) / rows:.2f} epochs" if rows else "",
+        f"peak of a rank {format_bytes(peak) if peak else 'not measured'}, forecast {forecast}",
+    ]
+    export, best = about.get("export"), run.path / "best"
+    lines = [", ".join(filter(None, parts))]
+    lines += [f"saved in {export['folder']}", f"load it with: {export['load']}"] if export else ["nothing was saved"]
+    lines += [f"the model of the lowest evaluation loss: {best}"] if best.is_dir() else []
+    return "\n".join(lines)
+
+
+def _global_batch(about: Mapping[str, Any]) -> int:
+    """Return the samples of a step."""
+    sizes = {**about["train_config"], **about.get("parallelism", {})}
+    return math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
+
+
 def _outcome(run: Report) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
@@ -131,12 +160,10 @@ def _outcome(run: Report) -> Section:
 
 def _settings(run: Report) -> Section:
     about = run.about
-    sizes = {**about["train_config"], **about.get("parallelism", {})}
-    samples = math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
     tokens = (about.get("data") or {}).get("trained_tokens", 0)
     tables = [
         _changed_settings("strategy", about, ("ranks", str(about["ranks"]))),
-        _changed_settings("train_config", about, ("global batch", f"{samples} samples")),
+        _changed_settings("train_config", about, ("global batch", f"{_global_batch(about)} samples")),
         _changed_settings("run_config", about, ("trained tokens of the data", format_count(tokens))),
     ]
     return _repeatable(run, tables, "The command that does the same again:")
