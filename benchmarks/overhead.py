@@ -82,7 +82,7 @@ def worker(config: dict[str, Any]) -> None:
     ) as this:
         loops = {"hand": hand_written(this), "toolkit": toolkits(this), "again": hand_written(this)}
         turns = []
-        for number in range(train_config.steps):
+        for number in range(train_config.total_steps):
             first = number % len(LOOPS)
             turns.append({name: timed(loops[name]) for name in LOOPS[first:] + LOOPS[:first]})
         this.run.window.close()

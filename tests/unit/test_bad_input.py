@@ -233,7 +233,7 @@ def test_json_overwrites_its_own_file_alone(tmp_path: Path, capsys: pytest.Captu
     target.write_text(target.read_text() + "\n")
     changed = target.read_bytes()
     assert cli.main(["config", "--sharding", "zero2", "--json", str(target)]) == 2
-    assert "r.json: it exists, and has other content" in capsys.readouterr().err
+    assert "r.json: it exists, and has content of others" in capsys.readouterr().err
     (tmp_path / "link.json").symlink_to(target)
     assert cli.main(["config", "--sharding", "zero2", "--json", str(tmp_path / "link.json")]) == 2
     assert target.read_bytes() == changed

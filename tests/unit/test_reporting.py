@@ -18,7 +18,9 @@ from toolkit.config.run_config import RunConfig
 from toolkit.core import atomic_io
 from toolkit.core.errors import RunError
 from toolkit.core.units import timestamp
+from toolkit.exporters.results import Export
 from toolkit.reports import reported
+from toolkit.reports.sections import summarize
 from toolkit.run_folder import folder
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.training.resumption import resume_hint
@@ -337,3 +339,29 @@ def test_a_report_changes_nothing_of_how_a_run_ends(tmp_path: Path, capsys: pyte
     with reported(run.path):
         pass
     assert f"toolkit: no report of {run.path}: " in capsys.readouterr().err
+
+
+def test_the_end_of_a_training_is_told_in_a_few_lines(tmp_path: Path) -> None:
+    load_line = "AutoModelForCausalLM.from_pretrained('out/export')"
+    about = Export(folder="out/export", adapter=False, tensors=3, size_bytes=9, logits_error=0.0, load=load_line)
+    export = about.to_dict()
+    data = {"fingerprint": "f" * 64, "trained_tokens": 1, "count": 80}
+    evaluations = [{"step": step, "attempt": 0, "eval_loss": loss} for step, loss in ((1, 3.0), (20, 3.5))]
+    events = [runs.event(step, loss=4.0 - step / 20) for step in range(1, 21)] + evaluations
+    run = runs.write(
+        tmp_path / "run",
+        events,
+        found=runs.about(finished=timestamp(), export=export, data=data),
+        memory=runs.memory(),
+    )
+    figures, saved, load = summarize(tk.report(run.path)).splitlines()
+    for words in (
+        "loss 3.9500 → 3.0000, evaluation loss 3.5000, lowest 3.0000, ",
+        " tokens/s, 20 steps in ",
+        " s, 2.00 epochs, peak of a rank ",
+        "MiB, forecast 130.0 MiB",
+    ):
+        assert words in figures
+    assert (saved, load) == ("saved in out/export", f"load it with: {export['load']}")
+    (run.path / "best").mkdir()
+    assert summarize(tk.report(run.path)).endswith(f"the model of the lowest evaluation loss: {run.path / 'best'}")

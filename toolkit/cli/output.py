@@ -41,7 +41,9 @@ def check_target(target: str | None, flag: str) -> None:
     if Path(target).is_dir():
         why = "it is a folder"
     elif Path(target).is_symlink() or (Path(target).is_file() and not value_or(False, _written_here, Path(target))):
-        raise ToolkitError(f"{flag} {target}: it exists, and has other content than a result of the toolkit. Remove it, name another file, or - for standard output.")
+        raise ToolkitError(
+            f"{flag} {target}: it exists, and has content of others. Remove it, name another file, or - for standard output."
+        )
     elif not folder.is_dir():
         why = f"there is no folder {folder}"
     else:

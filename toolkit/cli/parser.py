@@ -80,7 +80,11 @@ PLANNING = (
     REMOTE_CODE,
     MACHINES,
     HOST_MEMORY,
-    _argument("--global-batch", type=int, help="samples of a step, over all ranks (default: 32, or the next multiple of the ranks)"),
+    _argument(
+        "--global-batch",
+        type=int,
+        help="samples of a step, over all ranks (default: 32, or the next multiple of the ranks)",
+    ),
     ONE_DOCUMENT,
     UNQUANTIZED,
     _path("--write", metavar="FILE", help="write the best one's Accelerate config, and print its command"),

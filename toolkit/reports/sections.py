@@ -126,7 +126,10 @@ def summarize(run: Report) -> str:
     about, steps = run.about, run.steps
     losses = [event["loss"] for event in steps if event.get("loss") is not None]
     evaluations = [event["eval_loss"] for event in run.evaluations if event["eval_loss"] is not None]
-    rows, expected = (about.get("data") or {}).get("count"), run.forecast["device"]["peak_bytes"] if run.forecast else None
+    rows, expected = (
+        (about.get("data") or {}).get("count"),
+        run.forecast["device"]["peak_bytes"] if run.forecast else None,
+    )
     peak, forecast = (run.measured or {}).get("peak_bytes"), format_bytes(expected) if expected else "none"
     parts = [
         f"loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "",
