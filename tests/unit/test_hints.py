@@ -112,6 +112,8 @@ def test_a_name_that_we_have_needs_no_hint(name: str) -> None:
         ("train --config axolotl.yaml", "--config: leave it out, and give its fields as flags"),
         ("describe --qlora", "`toolkit train` has it as `--adapter qlora`"),
         ("train --epsilon 3", "Did you mean '--eps'?"),
+        ("train --optim paged_adamw_8bit", "--optim: leave it out, since only adamw runs here"),
+        ("launch --nproc_per_node 2 x.py", "Here it is `--processes 2`"),
         ("finetune", "Here it is `toolkit train`"),
         ("sft", "Here it is `toolkit train`"),
     ],

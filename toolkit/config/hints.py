@@ -15,7 +15,8 @@ learning_rate: --lr {}
 warmup_ratio warmup_steps num_warmup_steps: --warmup {}
 lr_scheduler_type lr_scheduler: --scheduler {}
 lr_scheduler_type=constant_with_warmup lr_scheduler=constant_with_warmup: --scheduler constant
-optim optimizer_type: --optimizer adamw
+optim=adamw optim=adamw_torch optim=adamw_torch_fused optim=adamw_hf: --optimizer adamw
+optim optimizer_type: leave it out, since only adamw runs here
 wd: --weight-decay {}
 gradient_clipping clip_grad grad_clip max_norm: --max-grad-norm {}
 adam_beta1: --beta1 {}
@@ -108,4 +109,5 @@ def spell_hint(name: str, values: Sequence[object] = ()) -> str:
     hint = HINTS.get(f"{key}={first}", HINTS.get(key, ""))
     if first in ("false", "no", "0") and f"{key}={first}" not in HINTS and "{}" not in hint:
         return "leave it out" if hint else ""
-    return hint.format(shlex.quote(",".join(words)) if words else "VALUE")
+    several = any(flag in hint for flag in ("--lora-targets", "--tracker", "--data"))
+    return hint.format(shlex.quote(",".join(words) if several else words[0]) if words else "VALUE")

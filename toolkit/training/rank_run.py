@@ -256,7 +256,7 @@ class RankRun:
         if self.config.tracker:
             self.accelerator.log({"eval_loss": loss}, step=step)
         self.accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
-        if self.config.save_best and on_any_rank(loss <= min(self._eval_losses(), default=math.inf)):
+        if self.config.save_best and on_any_rank(loss == min(self._eval_losses(), default=math.nan)):
             self.beat.note("save")
             with self.window.saving("checkpoint"):
                 save(prepared, tokenizer, self.folder.best)
