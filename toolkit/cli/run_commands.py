@@ -157,8 +157,8 @@ def _resume_own(
     from toolkit.launcher.targets import check_target
     from toolkit.run_folder.folder import run_paths
 
-    fields = {name for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)} - {"timeout"}
-    if unusable := sorted(map(flag, fields)):
+    fields = [name for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]
+    if unusable := [flag(name) for name in fields if name != "timeout"]:
         raise RunError(
             f"{', '.join(unusable)}: only the recipe takes such flags, and {path} is a run of {target.name}."
         )
