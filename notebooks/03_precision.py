@@ -30,8 +30,9 @@ SHARDINGS = "ddp,zero2,zero3,fsdp"  # their ledgers are compared
 STAGES = "zero3,fsdp"  # those that are looked into at each stage
 SCALE = 2.0**24  # what the loss is multiplied by at first: so much that fp16 overflows
 TOKENS = 1024 if GPU else 64  # of a batch in the loops that are written out here
-SMALL = {"steps": 3, "micro_batch": 1, "seq_len": 64}  # processors without bf16 take 9 s for 2,048 tokens
-RUN = {"steps": STEPS} if GPU else SMALL  # of the runs with several ranks
+BATCH = (
+    {} if GPU else {"micro_batch": 1, "seq_len": 128}
+)  # of the runs: some processors take 9 s for 2,048 tokens in bf16
 
 # %%
 import itertools
@@ -320,9 +321,9 @@ table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
 # %%
 if "zero3" in able:
     fp16_zero3 = tk.Strategy(sharding="zero3", precision="fp16")
-    run = tk.launch("toolkit.finetune", fp16_zero3, processes=RANKS, save=False, **RUN)
+    run = tk.launch("toolkit.finetune", fp16_zero3, processes=RANKS, steps=STEPS, save=False, **BATCH)
     events = read_events(run.wait().folder / "events.jsonl")
-    assert len(events) == RUN["steps"]
+    assert len(events) == STEPS
     said = f"{sum(event['skipped'] for event in events)} of {len(events)} steps were skipped."
 else:
     said = f"{machine.device.name} does not compute fp16, so there is no run here."
@@ -339,7 +340,7 @@ WORDS = SHARDINGS.split(",")
 runs = {}
 for word in WORDS:
     strategy = tk.Strategy(sharding=word, precision="bf16")
-    run = tk.launch("toolkit.finetune", strategy, processes=RANKS, save=False, save_seconds=0, **RUN)
+    run = tk.launch("toolkit.finetune", strategy, processes=RANKS, steps=STEPS, save=False, save_seconds=0, **BATCH)
     runs[word] = run.wait(progress=word == WORDS[0])  # the first one is shown live
 
 audits = {word: run.memory["audits"][0]["measured"] for word, run in runs.items()}
