@@ -120,8 +120,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     recorded, machine = read_run_json(path), hardware()
     ranks = recorded["ranks"] if flags.processes is None else flags.processes
     if target := target_of(recorded):
-        timeout = given(flags, RunConfig).get("timeout", recorded["run_config"].get("timeout"))
-        return _resume_own(path, target, read(Strategy, flags, recorded["strategy"]), ranks, timeout, flags)
+        return _resume_own(path, target, recorded, ranks, flags)
     for name in ("target", "trust_target"):
         if getattr(flags, name, None):
             raise RunError(f"{flag(name)}: {path} is a run of the recipe, and of no target. Leave it out.")
@@ -146,7 +145,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _resume_own(
-    path: Path, target: Target, strategy: Strategy, ranks: int, timeout: float | None, flags: argparse.Namespace
+    path: Path, target: Target, recorded: dict[str, Any], ranks: int, flags: argparse.Namespace
 ) -> dict[str, Any]:
     """Run a script, module or function again in its folder. It continues from what it saved itself."""
     from toolkit.config.run_config import RunConfig
@@ -154,11 +153,12 @@ def _resume_own(
     from toolkit.launcher import RestartPolicy
     from toolkit.launcher.run_handle import Run
     from toolkit.launcher.script_run import run_script
-    from toolkit.launcher.targets import check_target
+    from toolkit.launcher.targets import OWN, check_target
     from toolkit.run_folder.folder import run_paths
 
-    fields = {name for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)} - {"timeout"}
-    if unusable := sorted(map(flag, fields)):
+    strategy = read(Strategy, flags, recorded["strategy"])
+    fields = [name for owner in (RunConfig, TrainConfig, RestartPolicy) for name in given(flags, owner)]
+    if unusable := [flag(name) for name in fields if name not in OWN]:
         raise RunError(
             f"{', '.join(unusable)}: only the recipe takes such flags, and {path} is a run of {target.name}."
         )
@@ -168,6 +168,7 @@ def _resume_own(
         raise RunError(f"--target {flags.target}: {error}. Quote its words as a shell does.") from error
     trusted = getattr(flags, "trust_target", None)
     target = _target(words, flags.sha256) if words else check_target(run_paths(path), target, trusted)
+    timeout = given(flags, RunConfig).get("timeout", recorded["run_config"].get("timeout"))
     run_script(path, target, strategy, ranks, hardware(), resume=True, timeout=timeout)
     return Run(path).to_dict()
 

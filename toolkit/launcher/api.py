@@ -28,6 +28,7 @@ from toolkit.forecasting import Candidate
 from toolkit.launcher.restarts import RestartPolicy
 from toolkit.launcher.run_handle import Run
 from toolkit.launcher.targets import (
+    OWN,
     RECIPE,
     Target,
     check_target,
@@ -48,9 +49,6 @@ CLAIM_SECONDS = 1.0
 
 OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartPolicy}
 """Owners of the fields that `launch` takes."""
-
-OWN = ("timeout",)
-"""Fields outside Strategy that code of one's own takes."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)

@@ -61,8 +61,8 @@ def run_script(
         ToolkitError, Stopped: as `supervise`.
     """
     check_ranks(machine, ranks)
-    if timeout is not None:
-        from_dict(RunConfig, {"timeout": timeout})
+    run_config = {} if timeout is None else {"timeout": timeout}
+    from_dict(RunConfig, run_config)
     job, fields = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
     with enter(path, resume=resume, token=new_token()) as new_folder, reported(path):
         folder = dataclasses.replace(new_folder, created=False)  # keep a failed run: its output explains the failure
@@ -70,7 +70,7 @@ def run_script(
         record = {
             "strategy": fields,
             "train_config": {},
-            "run_config": {"timeout": timeout} if timeout else {},
+            "run_config": run_config,
             "target": dataclasses.asdict(target),
             "ranks": ranks,
             "parallelism": dataclasses.asdict(job.parallelism),

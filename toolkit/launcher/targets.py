@@ -25,6 +25,9 @@ from toolkit.run_folder.folder import Folder
 
 RECIPE = "toolkit.finetune"
 
+OWN = ("timeout",)
+"""Fields outside Strategy that code of one's own takes."""
+
 KINDS = ("module", "script", "function")
 
 _PYTHONS = (BuiltinImporter, FrozenImporter, PathFinder)

@@ -165,12 +165,11 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             prepared = self._completed_by(result)
             for model in models_and_optimizers(result)[0]:
                 refuse_parts(self.unwrap_model(model))
-            if prepared is not None:
+            # Of several optimizers the first one completes the model.
+            given = self._given.pop(self.unwrap_model(prepared.model), None) if prepared is not None else None
+            if prepared is not None and given is not None:
                 gather_in_methods(prepared, self.sharded)
                 from_checkpoint = any(model in self.from_checkpoint for model in models)
-                given = self._given.get(self.unwrap_model(prepared.model))
-            if prepared is not None and given is not None:
-                del self._given[self.unwrap_model(prepared.model)]
                 restore_masters(prepared, given, from_checkpoint=from_checkpoint)
                 if from_checkpoint:
                     engine_of(self.job.strategy).after_prepare(prepared)
@@ -181,6 +180,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 given.check(prepared)
                 self._check_written()
                 watch_gradients(self.job, prepared.model)
+                if not engine_of(self.job.strategy).broadcasts_buffers and self.num_processes > 1:
+                    share_statistics(prepared.model)
                 if not engine_of(self.job.strategy).model_no_sync:
                     prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
         return result
@@ -220,7 +221,6 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         keep_packing(model)  # a user's own may be quantized, too
         if not engine.broadcasts_buffers and self.num_processes > 1:
             broadcast_buffers(model)
-            share_statistics(model)
 
     def _prepare_upstream(
         self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None

@@ -37,12 +37,12 @@ class GivenWeights:
         self.shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
         """Shape of each trained parameter, by name."""
         self._names = first_names(model, buffers=False)
-        whole = {name: each for name, each in parameters.items() if _is_whole(each)}
+        main = PartialState().is_main_process  # its values count; a script may have read some on rank 0 alone
+        whole = {name: each for name, each in parameters.items() if main and _is_whole(each)}
         least = BYTES_OF[job.compute_dtype]
         masters = engine_of(job.strategy).separate_masters and job.precision.mixed
         wide = {name: each.detach().cpu() for name, each in whole.items() if masters and each.element_size() > least}
-        main = PartialState().is_main_process
-        few = hashed and main and sum(each.numel() for each in whole.values()) <= LIMIT
+        few = hashed and sum(each.numel() for each in whole.values()) <= LIMIT
         self._hashes: dict[str, tuple[str, str, int]] = {}
         """Name → kind of the shards to compare, the dtype to compare in, and the hash."""
         for name, each in whole.items() if few else ():
@@ -51,7 +51,7 @@ class GivenWeights:
             # A checkpoint's masters say more than a narrow copy of theirs.
             self._hashes[name] = PARAMETER if narrow or not masters else MASTER, dtype, value_hash(each.detach(), dtype)
         shared: list[Any] = [self._hashes, {name: (tuple(each.shape), each.dtype) for name, each in wide.items()}]
-        broadcast_object_list(shared, from_process=0)  # a script may have read some on rank 0 alone
+        broadcast_object_list(shared, from_process=0)
         self._hashes = shared[0]
         self.wide = {
             name: wide[name] if main else torch.empty(kind[0], dtype=kind[1]) for name, kind in shared[1].items()
@@ -98,13 +98,20 @@ def _is_whole(parameter: Any) -> bool:
     )
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as integers of the same bits."""
+    import torch
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()])
+
+
 def value_hash(tensor: torch.Tensor, dtype: str) -> int:
     """Return a hash of the values in a dtype: those of parts add up to the whole's. The order of elements does not count."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.itemsize]
-    return _wrapped(_mixed(chunk.to(kind).view(bits).long()) for chunk in torch.split(tensor.reshape(-1), CHUNK))
+    return _wrapped(_mixed(bits_of(chunk.to(kind)).long()) for chunk in torch.split(tensor.reshape(-1), CHUNK))
 
 
 def _mixed(bits: torch.Tensor) -> int:

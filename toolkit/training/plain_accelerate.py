@@ -163,7 +163,7 @@ def _distribute(module: Any) -> None:
 
 
 def _limit_collectives() -> None:
-    """Give the process group the limit of `toolkit launch --timeout`."""
+    """Give the process group the limit of `toolkit launch --timeout`. `tk.accelerator` has read it, or was given another."""
     from accelerate.state import PartialState
 
     if (limit := os.environ.get(TIMEOUT)) is None:
@@ -172,7 +172,8 @@ def _limit_collectives() -> None:
 
     @functools.wraps(upstream_init)
     def limited(self: Any, *args: Any, **options: Any) -> None:
-        upstream_init(self, *args, **{**options, "timeout": pg_timeout(float(limit))})
+        own = {} if upstream.made_by_toolkit else {"timeout": pg_timeout(float(limit))}
+        upstream_init(self, *args, **{**options, **own})
 
     PartialState.__init__ = limited
 

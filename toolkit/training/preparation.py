@@ -24,7 +24,7 @@ from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import read_pretrained
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import RUN_DIR
-from toolkit.training.given_weights import GivenWeights
+from toolkit.training.given_weights import GivenWeights, bits_of
 from toolkit.training.streamed_weights import StreamedWeights
 
 if TYPE_CHECKING:
@@ -201,10 +201,8 @@ def _check_bits(name: str, sources: list[Part], targets: list[Part]) -> None:
     """Check bit by bit that targets are the sources in their own dtype, wherever this rank holds both."""
     import torch
 
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for exact, value in overlaps(sources, targets):
-        pair = exact.to(value.device, value.dtype), value
-        if not torch.equal(*(tensor.view(bits[value.element_size()]) for tensor in pair)):
+        if not torch.equal(bits_of(exact.to(value.device, value.dtype)), bits_of(value)):
             raise StrategyMismatch(f"{name} in {value.dtype} is not its value in {exact.dtype}, rounded.")
 
 
@@ -282,10 +280,18 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
 
 
 def share_statistics(model: torch.nn.Module) -> None:
-    """Before each forward, give every rank rank 0's running statistics of batch norms, as DDP does: ranks evaluate alike."""
+    """Give every rank rank 0's running statistics of batch norms before each forward that uses them: ranks evaluate alike.
+
+    DDP does so before every forward. Rank 0's values are the same either way.
+    """
     import torch
 
     kind = torch.nn.modules.batchnorm._NormBase
     if statistics := [part for part in model.modules() if isinstance(part, kind) and part.track_running_stats]:
         holder = torch.nn.ModuleList(statistics)
-        model.register_forward_pre_hook(lambda *_: broadcast_buffers(holder))
+
+        def share(*_: Any) -> None:
+            if not all(part.training for part in statistics):
+                broadcast_buffers(holder)
+
+        model.register_forward_pre_hook(share)
