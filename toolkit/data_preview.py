@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
+import json
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -52,7 +54,7 @@ class Preview(Result):
 
     def headline(self) -> str:
         counts = self.counts
-        sample = "Its" if counts["complete"] else "The first"
+        sample = "Its" if counts["complete"] else "A sample: the first"
         share = counts["trained_tokens"] / max(1, counts["tokens"])
         return (
             f"{self.data}: {self.format}. {sample} {counts['documents']:,} documents have {counts['tokens']:,} tokens,"
@@ -125,9 +127,11 @@ def preview(
     reading = {name: getattr(config, name) for name in ("text_column", "columns", "data_format")}
     sources = [find_source(name) for name, _ in split_weights(data)]
     sample, complete = _sample(chain.from_iterable(documents(each, findings=findings, **reading) for each in sources))
-    spec = model if isinstance(model, ModelSpec) else resolve_spec(str(model), config.trust_remote_code)
+    quick = None if isinstance(model, ModelSpec) or config.trust_remote_code else _quick_spec(str(model))
+    spec = model if isinstance(model, ModelSpec) else quick or resolve_spec(str(model), config.trust_remote_code)
     tokenizer = load_tokenizer(spec)
-    packed = check_request(tokenizer, spec, seq_len, None if config.packing else False, attention)
+    packing = config.packing and not quick
+    packed = check_request(tokenizer, spec, seq_len, packing and None, attention) or (config.packing and bool(quick))
     encoder = Encoder(
         tokenizer=tokenizer,
         eos=tokenizer.eos_token_id,
@@ -162,6 +166,36 @@ def preview(
         warnings=[*spell_remarks(counts.remarks, counts.documents), *filter(None, [findings.problem()])],
         shown=shown,
     )
+
+
+def _quick_spec(model: str) -> ModelSpec | None:
+    """Return the few facts that a preview needs of a well-known causal model that was not described before, without torch."""
+    from toolkit.data.embedded import embedded_model
+    from toolkit.models.hf_loading import TOKENIZERS
+    from toolkit.models.remote_code import check_links
+    from toolkit.models.resolution import config_text, locate
+    from toolkit.models.spec import ModelSpec, recall
+
+    source, path, hub = locate(str(embedded_model()) if model == EMBEDDED else model)
+    text = config_text(path) if path else None
+    if text is None or path is None or recall(text):
+        return None
+    if not hub:
+        check_links(path.parent)
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # `describe` reports the error
+        config = json.loads(text)
+        (architecture,), vocab = config["architectures"], config["vocab_size"]
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
+        if (
+            config["model_type"] in TOKENIZERS
+            and architecture.endswith(("ForCausalLM", "LMHeadModel"))
+            and vocab
+            and positions
+        ):
+            facts: Any = {"config": config, "vocab": vocab, "max_positions": positions, "architecture": architecture}
+            empty: Any = dict.fromkeys(("parameters", "tied", "linears", "blocks", "attentions"), ())
+            return ModelSpec(name=model, source=source, kind="causal", layers=0, hidden=0, heads=0, **facts, **empty)
+    return None
 
 
 def _sample(documents: Iterator[Document]) -> tuple[list[Document], bool]:

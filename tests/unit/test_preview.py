@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ from programs import python
 import toolkit as tk
 from toolkit.cli import main
 from toolkit.config.run_config import RunConfig
-from toolkit.core.errors import DataError
+from toolkit.core.errors import DataError, ModelError, StrategyError
 from toolkit.data import embedded_tokenizer
-from toolkit.models.hf_loading import GENERIC_TOKENIZERS, load_tokenizer
+from toolkit.models.hf_loading import TOKENIZERS, load_tokenizer
+from toolkit.models.resolution import embedded_config
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -27,6 +30,14 @@ CHAT = [{"role": "user", "content": "import what?"}, {"role": "assistant", "cont
 def chats(tmp_path: Path) -> Path:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(4)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the embedded tokenizer, which takes a second to train."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    embedded_tokenizer(path)
     return path
 
 
@@ -55,30 +66,43 @@ def _file(chats: Path, template: str) -> str:
     return str(path)
 
 
-def test_a_preview_reads_a_sample_and_imports_no_torch(tmp_path: Path) -> None:
+def test_a_preview_reads_a_sample_and_imports_no_torch(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{n} ", "completion": "007"}) + "\n" for n in range(30_000)))
-    tk.preview("embedded", path)  # makes the embedded model
+    config = {**embedded_config(), "max_position_embeddings": 4096}  # never described: the cache has no spec
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     code = (
-        f"import sys, toolkit as tk\nresult = tk.preview('embedded', {str(path)!r})\n"
-        "print(result.counts['documents'], result.counts['complete'], 'torch' in sys.modules)"
+        "import json, sys, toolkit as tk\n"
+        f"print(json.dumps([tk.preview({str(tmp_path)!r}, {str(path)!r}).counts, 'torch' in sys.modules]))"
     )
-    assert python("-c", code, code=0).stdout.split() == ["20000", "False", "False"]
+    counts, torch = json.loads(python("-c", code, code=0).stdout)
+    assert (counts["documents"], counts["complete"], torch) == (20_000, False, False)
+    assert counts == tk.preview("embedded", path).counts, "that model is described"
+    with pytest.raises(StrategyError, match="positions for 4096"):
+        tk.preview(tmp_path, path, seq_len=4097)
 
 
-@pytest.mark.parametrize("name", GENERIC_TOKENIZERS)
-def test_the_generic_tokenizer_is_the_one_of_autotokenizer(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_is_read_as_autotokenizer_reads_it(name: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     transformers.CONFIG_MAPPING[name]().save_pretrained(tmp_path)
-    embedded_tokenizer(tmp_path)
-    spec = tk.describe("embedded")
-    mine = load_tokenizer(_with_source(spec, tmp_path, name))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert type(mine) is type(theirs)
-    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
-    assert mine.init_kwargs.keys() == theirs.init_kwargs.keys()
+    about = tmp_path / "tokenizer_config.json"
+    fields = json.loads(about.read_text())
+    for declared in {"PreTrainedTokenizerFast", TOKENIZERS[name] or "TokenizersBackend", "LlamaTokenizerFast"}:
+        about.write_text(json.dumps({**fields, "tokenizer_class": declared}))
+        mine = load_tokenizer(_with_source(tk.describe("embedded"), tmp_path, name))
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert type(mine) is type(theirs)
+        assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+        assert mine.init_kwargs.keys() == theirs.init_kwargs.keys()
 
 
 def _with_source(spec: object, folder: Path, name: str) -> object:
-    import dataclasses
+    return dataclasses.replace(spec, source=str(folder), config={"model_type": name}, vocab=5_000)  # type: ignore[type-var]
 
-    return dataclasses.replace(spec, source=str(folder), config={"model_type": name})  # type: ignore[type-var]
+
+def test_a_config_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(embedded_config()))
+    with pytest.raises(ModelError, match=r"config without a tokenizer"):
+        load_tokenizer(tk.describe(tmp_path / "config.json"))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.atomic_io import LIMIT, read_limited
+from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
 from toolkit.core.errors import ModelError
 from toolkit.models import class_with_text, require_weights
 from toolkit.models.resolution import check_tokenizer_code
@@ -26,8 +26,13 @@ LONG = 500_000_000
 """Number of weights from which reading shows its progress."""
 
 
-GENERIC_TOKENIZERS = ("gemma3_text", "gpt2", "gpt_neox", "llama", "qwen3")
-"""Model types for which AutoTokenizer chooses the class that tokenizer_config.json names, if that is the generic one."""
+TOKENIZERS = {
+    "deepseek_v3": "", "gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer", "gpt_neox": "GPTNeoXTokenizer", "gpt_oss": "", "llama": "", "mistral": "TokenizersBackend",
+    "mixtral": "TokenizersBackend", "olmo2": "TokenizersBackend", "phi3": "TokenizersBackend", "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer", "smollm3": "",
+}  # fmt: skip
+"""Model type → the tokenizer that AutoTokenizer registers for it, if any. AutoTokenizer itself imports torch."""
 
 
 def auto_class(spec: ModelSpec) -> Any:
@@ -218,18 +223,28 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def _read_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """Read it as AutoTokenizer does. The generic class that it would choose is used at once: AutoTokenizer imports torch."""
+    """Read it as AutoTokenizer does; of well-known models by the class that it would choose, without torch."""
     import transformers
 
-    about = Path(spec.source or "", "tokenizer_config.json")
-    if spec.config.get("model_type") in GENERIC_TOKENIZERS and about.with_name("tokenizer.json").is_file():
-        fields = json.loads(read_limited(about, LIMIT)) if about.is_file() else {}
-        if (
-            fields.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-            and "auto_map" not in fields
+    source = spec.source or (spec.name if expand_user(spec.name).is_dir() else None)
+    if source is None:
+        raise ModelError(
+            f"model {spec.name!r} is a config without a tokenizer. Give a folder that holds one, or a Hub id."
+        )
+    folder, kind = expand_user(source), spec.config.get("model_type")
+    about, tokens = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if kind in TOKENIZERS and tokens.is_file() and about.is_file():
+        fields, registered = json.loads(read_limited(about, LIMIT)), TOKENIZERS[kind]
+        declared = str(fields.get("tokenizer_class")).removesuffix("Fast")
+        generic = declared in ("TokenizersBackend", "PreTrainedTokenizer") and kind != "qwen2"
+        # A file with bytes is read by the generic class, whatever it declares.
+        llama = not registered and declared == "LlamaTokenizer" and b"ByteLevel" not in tokens.read_bytes()
+        if "auto_map" not in fields and (
+            generic or llama or declared == registered != "" or registered == "TokenizersBackend"
         ):
-            return transformers.PreTrainedTokenizerFast.from_pretrained(spec.source)
-    return transformers.AutoTokenizer.from_pretrained(spec.source, trust_remote_code=spec.runs_code)
+            name = "TokenizersBackend" if generic or registered == "TokenizersBackend" else declared
+            return getattr(transformers, name).from_pretrained(source)
+    return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=spec.runs_code)
 
 
 def _pad_token(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> str:
