@@ -24,9 +24,10 @@ from toolkit.notebook.explorer import explore
 from toolkit.reports import report
 from toolkit.training.loading import load
 from toolkit.training.loop import train
-from toolkit.training.metrics import evaluate, log, should_stop
+from toolkit.training.metrics import evaluate, should_stop
 from toolkit.training.plain_accelerate import AuditCallback, audit
 from toolkit.training.preparation import prepare, prepared
+from toolkit.training.run_log import log
 from toolkit.training.setup import accelerator, job
 from toolkit.training.step_profile import profile_steps
 

@@ -22,9 +22,10 @@ from toolkit.core.units import timestamp
 from toolkit.launcher import run_handle
 from toolkit.launcher.api import without_launchers
 from toolkit.launcher.targets import Target, check_target, note_launch, target_of
+from toolkit.reports import sections
 from toolkit.run_folder import folder, run_lock
 from toolkit.run_folder.status import Progress, page, read_progress
-from toolkit.training import metrics
+from toolkit.training import run_log
 
 
 def nothing() -> None:
@@ -194,18 +195,37 @@ def test_a_model_that_only_this_process_knows_is_not_launched(tmp_path: Path, mo
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Rank 0 of a run of one's own; the file that it logs into."""
-    monkeypatch.setenv(metrics.RUN_DIR, str(tmp_path))
-    monkeypatch.setattr(metrics, "_last_log", {})
+    monkeypatch.setenv(run_log.RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(run_log, "_times", {})
     return tmp_path / "events.jsonl"
 
 
 def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         tk.log(step, steps=9, loss=torch.tensor(1 / step), tokens=8)
-    monkeypatch.setattr(metrics, "_last_log", {})  # the run goes on in a new process, from what it saved after step 1
+    monkeypatch.setattr(run_log, "_times", {})  # the run goes on in a new process, from what it saved after step 1
     tk.log(2, steps=9, loss=0.25)
     assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, 1.0), (2, 0.25)]
     assert read_progress(rank.parent).steps == 9
+
+
+def test_steps_of_ones_own_loop_are_counted_until_it_logs(rank: Path) -> None:
+    from toolkit.config.strategy import Strategy
+    from toolkit.training.setup import accelerator
+
+    (rank.parent / "logs").mkdir()
+    ours, model = accelerator(Strategy(precision="fp32")), torch.nn.Linear(2, 1)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in (1, 2, 3, 4):
+        loss = model(torch.ones(1, 2, device=ours.device)).sum()
+        ours.backward(loss)
+        optimizer.step()
+        if step == 3:
+            tk.log(step, loss=0.5)
+    ours.end_training()
+    assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, None), (2, None), (3, 0.5)]
+    steps = list(atomic_io.read_events(rank))
+    assert [sections._is_counted(step) for step in steps] == [True, True, False]
 
 
 @pytest.mark.parametrize(("status", "known"), [("running", False), ("stopped", True), ("finished", True)])

@@ -259,6 +259,11 @@ def _training(run: Report) -> Section:
     title, steps = "Training", run.steps
     if not steps:
         return Section(title=title, words="No step was done.")
+    if all(map(_is_counted, steps)):
+        words = (
+            f"{run.done:,} optimizer steps were counted. `tk.log(step, loss=loss)` in the loop shows its losses here."
+        )
+        return Section(title=title, words=words)
     lines = {"loss": [(event["step"], event["loss"]) for event in steps]}
     if run.evaluations:
         lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]
@@ -275,6 +280,11 @@ def _training(run: Report) -> Section:
     return Section(title=title, words=words, tables=tables)
 
 
+def _is_counted(event: Mapping[str, Any]) -> bool:
+    """Return whether a step of a user's own loop was counted, and has no figures (`run_log.count_step`)."""
+    return set(event) == {"step", "seconds", "loss"} and event["loss"] is None
+
+
 def _steps(run: Report) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
@@ -282,7 +292,7 @@ def _steps(run: Report) -> Table:
     spellings |= {name: (name, "{:.4g}".format) for name in [name for name in last if name not in KNOWN][:COLUMNS]}
 
     def cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
-        if name not in event:
+        if name not in event or _is_counted(event):
             return "–"
         return spell_number(None) if event[name] is None else spell(event[name])
 

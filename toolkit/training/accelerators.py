@@ -41,6 +41,7 @@ from toolkit.training.preparation import (
     share_statistics,
     unlike_spec,
 )
+from toolkit.training.run_log import count_step
 
 if TYPE_CHECKING:
     import torch
@@ -305,6 +306,8 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             if self.sync_gradients:
                 self._norms.pop(id(optimizer), None)
                 self._unscaled = self._took_step = False
+                if self.own_loop and optimizer is self._optimizers[0]:
+                    count_step()
 
         optimizer.step = MethodType(step, optimizer)
 

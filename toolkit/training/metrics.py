@@ -1,18 +1,12 @@
-"""The numbers of a run: `StepLog`, `evaluate()`, and `log()` for a loop of your own."""
+"""The numbers of a run: `StepLog`, `evaluate()`, and `should_stop()` for a loop of your own."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import operator
 import os
-import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from toolkit.core.atomic_io import append_line, cut_events
-from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
@@ -26,14 +20,9 @@ if TYPE_CHECKING:
     from toolkit.training.loop import Batch
     from toolkit.training.rank_run import RankRun
 
-_STARTED = time.perf_counter()
-OURS = ("bytes", "attempt", "samples", "skipped")
-"""Keys of `events.jsonl` that no figure may use."""
-
 STOP_EVERY = 4
 """Batches of an evaluation between two looks at the stop signal of all ranks."""
 
-_last_log: dict[str, float] = {}
 _signals = StopSignal()
 
 
@@ -94,49 +83,6 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
         sums.zero_()
     total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     return float(total / tokens) if tokens else math.nan
-
-
-def log(step: int, *, steps: int | None = None, **values: float) -> None:
-    """Add a line to the `events.jsonl` of this process's run; rank 0 alone writes.
-
-    For a loop of your own, in a script or function that `tk.launch` started: `loss`, `tokens` and all other values appear in
-    the live view, `Run.metrics` and the report. In other processes it does nothing.
-
-    Args:
-        step: number of the step that is done, from 1.
-        steps: their total number, for the bar and the remaining time.
-        values: figures, numbers or tensors of one element. A line with `loss` is a step, one with `eval_loss` an
-            evaluation. `tokens` counts all ranks; `seconds` defaults to the time since the last call.
-
-    In a resumed run, the first call drops an earlier attempt's lines from that step on.
-
-    Raises:
-        ToolkitError: for a value that is not a number, and for a name that the toolkit uses.
-    """
-    path = os.environ.get(RUN_DIR)
-    if path is None or os.environ.get("RANK", "0") != "0":
-        return
-    figures = {name: _number(name, value) for name, value in values.items()}
-    try:
-        step = operator.index(step)
-    except TypeError:
-        raise ToolkitError(f"log: step {step!r} is not a whole number. Count steps from 1.") from None
-    now, events = time.perf_counter(), Path(path, "events.jsonl")
-    if not _last_log:
-        cut_events(events, step - 1)
-    event = {"step": step, "seconds": now - _last_log.get("time", _STARTED)}
-    _last_log["time"] = now
-    append_line(events, event | ({} if steps is None else {"steps": steps}) | figures)
-
-
-def _number(name: str, value: Any) -> float:
-    if name in OURS:
-        raise ToolkitError(f"log: {name!r} is a name of the toolkit's own. Give the figure another one.")
-    with contextlib.suppress(ValueError, RuntimeError):  # of several elements
-        value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, int | float) or (name == "seconds" and not math.isfinite(value)):
-        raise ToolkitError(f"log: {name}={value!r} is not a number. Pass a number, or a tensor of one element.")
-    return int(value) if isinstance(value, bool) else value
 
 
 def should_stop() -> bool:

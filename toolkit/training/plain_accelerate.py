@@ -19,10 +19,10 @@ from toolkit.engines.deepspeed.state import free_builds
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import pg_timeout
-from toolkit.training.metrics import log
 from toolkit.training.model_checks import check_adapter
 from toolkit.training.preparation import Audit, models_and_optimizers
 from toolkit.training.preparation import audit as audit_prepared
+from toolkit.training.run_log import log
 from toolkit.training.setup import TIMEOUT, agree, launched
 
 FIGURES: Mapping[str, str] = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "eval_loss": "eval_loss"}
