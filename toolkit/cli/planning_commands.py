@@ -44,6 +44,7 @@ def forecast(flags: argparse.Namespace) -> Result:
     from toolkit.forecasting import forecast
     from toolkit.forecasting.diffs import diff_forecasts
     from toolkit.forecasting.memory_advice import changed
+    from toolkit.forecasting.side_by_side import side_by_side
     from toolkit.models import describe
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
@@ -51,6 +52,9 @@ def forecast(flags: argparse.Namespace) -> Result:
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
+    open_fields = {"sharding", "tp", "offload", "dp_replicate"}.isdisjoint(given(flags, Strategy))
+    if open_fields and not flags.against and flags.processes is None and machine.ranks > 1:
+        return side_by_side(spec, strategy, machine, train_config, **options)
     if not flags.against:
         return forecast(spec, strategy, machine, train_config, **options)
     change = read_assignments(flags.against, Strategy, TrainConfig, alone="sharding")
