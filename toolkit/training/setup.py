@@ -102,8 +102,8 @@ def accelerator(
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(Strategy.__dataclass_fields__, "tk.accelerator({{{name!r}: {value}}})"),
     **dict.fromkeys(TrainConfig.__dataclass_fields__, "tk.accelerator(train_config=tk.TrainConfig({name}={value}))"),
-    "gradient_accumulation_steps": "tk.accelerator(train_config=tk.TrainConfig(accumulation={value}))",
-    "gradient_accumulation_plugin": "tk.accelerator(train_config=tk.TrainConfig(accumulation=…))",
+    "gradient_accumulation_steps": "tk.accelerator(train_config=tk.TrainConfig(accumulation={value}, max_grad_norm=0))",
+    "gradient_accumulation_plugin": "tk.accelerator(train_config=tk.TrainConfig(accumulation=…, max_grad_norm=0))",
     "mixed_precision": "tk.accelerator({{'precision': {value}}}), or toolkit launch --precision",
     "cpu": "toolkit launch, which runs on the CPU where it finds no GPU, or CUDA_VISIBLE_DEVICES=''",
     **dict.fromkeys(
