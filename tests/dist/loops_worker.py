@@ -161,6 +161,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             found["own"] = own(folder, sharding, count)
             found["tied"] = {name: tied(folder, sharding, count, name) for name in TIES}
             found["trainer"] = trainer(folder, sharding, count)
+            found["modules"] = modules(count)
         if sharding in ("none", "ddp"):
             found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
             found["left"] = orders(Path(folder).parent / f"left-{sharding}", leaves=True)
@@ -368,6 +369,61 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
     return found
 
 
+def modules(count: int) -> dict[str, Any]:
+    """A plain module with a batch norm: losses in training and evaluation on each rank, rows of an iterable, two sentences."""
+    import torch
+    from accelerate.utils import gather_object
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.data import DataLoader, IterableDataset
+
+    import toolkit as tk
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            yield from range(10)
+
+    accelerator = tk.accelerator(train_config=tk.TrainConfig(micro_batch=BATCH // count))
+    accelerator.print = lambda *_: None
+    torch.manual_seed(5)
+    first, norm = torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)
+    module = torch.nn.Sequential(first, norm, torch.nn.ReLU(), torch.nn.Linear(16, 1)).double()
+    first.requires_grad_(False)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(trained, lr=0.1))
+    inputs = torch.randn(4, BATCH, 16, generator=torch.Generator().manual_seed(7), device="cpu").to(accelerator.device)
+
+    def loss(step: int, train: bool = True) -> Any:
+        model.train(train)
+        ours = inputs[step].double().split(BATCH // count)[accelerator.process_index if train else 0]
+        return (model(ours) ** 2).mean()
+
+    losses = []
+    for step in range(2):
+        value = loss(step)
+        accelerator.backward(value)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(value.detach()))
+    with torch.no_grad():
+        evaluated = gather_object([float(loss(2, train=False))])
+    seen: list[int] = []
+    for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    said = {}
+    for name in ("reentrant", "unfrozen"):
+        first.requires_grad_(name == "unfrozen")
+        value = loss(3)
+        try:
+            if name == "reentrant":
+                value = checkpoint(torch.square, value, use_reentrant=True)
+            accelerator.backward(value)
+            said[name] = ""
+        except tk.StrategyError as error:
+            said[name] = str(error)
+    accelerator.end_training()
+    return {"losses": losses, "evaluated": evaluated, "seen": seen, "said": said}
+
+
 def trainer(folder: str, sharding: str, count: int) -> Any:
     """The script with a Trainer, on ranks as `toolkit launch` starts them; and what an audit of another request says."""
     import accelerate.accelerator
@@ -401,7 +457,7 @@ def trainer(folder: str, sharding: str, count: int) -> Any:
     try:
         plain_accelerate._distribute(accelerate.accelerator)
         exec((SCRIPTS / "trainer.py").read_text(), spaces)
-        spaces["Trainer"] = partial(spaces["Trainer"], callbacks=[tk.AuditCallback()])
+        spaces["Trainer"] = partial(spaces["Trainer"], callbacks=[tk.AuditCallback(), tk.AuditCallback()])
         kind, losses, model, optimizer = spaces["main"](folder, str(place))
         os.environ |= {"TOOLKIT_STRATEGY": "{}", "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "false"}
         try:
@@ -603,6 +659,7 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
     """Two steps of a model with a weight under several names, and the error of what transformers opens; or a refusal."""
     import torch
     from peft import PeftModel
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     import toolkit as tk
@@ -629,6 +686,14 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(mean(loss.detach()))
     tk.save(tk.prepared(accelerator, (model, optimizer)), None, out)
+    same = True
+    if name == "tied_copies":
+        module, documented = accelerator.unwrap_model(model), Path(f"{out}-documented")
+        options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+        module.save_pretrained(documented, state_dict=accelerator.get_state_dict(model), **options)
+        if accelerator.is_main_process:
+            saved, ours = (load_file(each / "adapter_model.safetensors") for each in (documented, out))
+            same = saved.keys() == ours.keys() and all(torch.equal(saved[key], ours[key]) for key in ours)
     probe = {"input_ids": rows()[:1], "use_cache": False}
     with torch.no_grad():
         trained = model(**probe).logits
@@ -639,7 +704,7 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
             error = float((opened(**probe).logits - trained).norm() / trained.norm())
             assert names == set(dict(opened.named_parameters(remove_duplicate=False)))
     accelerator.end_training()
-    return {"losses": losses, "error": error if accelerator.is_main_process else None}
+    return {"losses": losses, "error": error if accelerator.is_main_process else None, "same": same}
 
 
 def mean(loss: Any) -> float:

@@ -164,6 +164,20 @@ def test_a_weight_under_several_names_is_trained_as_one_and_saved_under_each(fou
             else:
                 assert result["losses"] == pytest.approx(reference[name]["losses"], rel=1e-5), where
                 assert result["error"] < 1e-5, where
+                assert result["same"], where
+
+
+def test_a_module_with_a_batch_norm_is_evaluated_alike_on_every_rank(found: dict[str, dict[str, Any]]) -> None:
+    """With rank 0's statistics; an iterable's rows come once; what hides or adds gradients is named."""
+    for sharding in ("none", "ddp", "zero2", "zero3", "fsdp"):
+        result = found[sharding]["modules"]
+        assert result["seen"] == list(range(10)), sharding
+        assert len(set(result["evaluated"])) == 1, sharding
+        if sharding != "none":
+            assert result["losses"] == pytest.approx(found["ddp"]["modules"]["losses"], rel=1e-6), sharding
+            assert result["evaluated"][0] == pytest.approx(found["ddp"]["modules"]["evaluated"][0], rel=1e-6), sharding
+            assert "use_reentrant=True hides which parameters" in result["said"]["reentrant"], sharding
+            assert "0.bias gets a gradient, and it " in result["said"]["unfrozen"], sharding
 
 
 def test_a_trainer_of_transformers_is_sharded_as_launched_and_audited(found: dict[str, dict[str, Any]]) -> None:

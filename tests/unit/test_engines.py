@@ -504,7 +504,9 @@ def test_an_optimizer_that_an_engine_would_train_otherwise_is_refused(word: str)
 
 def test_arguments_of_accelerates_accelerator_are_answered_with_ours() -> None:
     for name, value, hint in (
-        ("gradient_accumulation_steps", 4, "tk.TrainConfig(accumulation=4)"),
+        ("gradient_accumulation_steps", 4, "tk.TrainConfig(accumulation=4, max_grad_norm=0)"),
+        ("sharding", "fsdp", "tk.accelerator({'sharding': 'fsdp'})"),
+        ("micro_batch", 2, "tk.accelerator(train_config=tk.TrainConfig(micro_batch=2))"),
         ("mixed_precision", "bf16", "{'precision': 'bf16'}"),
         ("split_batches", True, "one of strategy, train_config"),
     ):

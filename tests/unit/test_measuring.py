@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import pytest
-from programs import python
+from programs import environment, python
 
 from toolkit import measurement
 from toolkit.core.units import MiB
@@ -63,6 +64,7 @@ print(window.result().to_json())
 
 WINDOWS = """
 import json
+import os
 from toolkit import measurement as measuring
 from toolkit.core.phases import phase
 
@@ -146,7 +148,8 @@ print(window.result().to_json())
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
     """What a script prints as JSON, in a process of its own. It must say nothing else, on either stream."""
-    done = python("-c", script, *arguments, code=0)
+    visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")} if "cuda" in arguments else {}
+    done = python("-c", script, *arguments, code=0, env=environment(**visible))
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -100,8 +100,10 @@ def accelerator(
 
 
 INSTEAD: Mapping[str, str] = {
-    "gradient_accumulation_steps": "tk.accelerator(train_config=tk.TrainConfig(accumulation={value}))",
-    "gradient_accumulation_plugin": "tk.accelerator(train_config=tk.TrainConfig(accumulation=…))",
+    **dict.fromkeys(Strategy.__dataclass_fields__, "tk.accelerator({{{name!r}: {value}}})"),
+    **dict.fromkeys(TrainConfig.__dataclass_fields__, "tk.accelerator(train_config=tk.TrainConfig({name}={value}))"),
+    "gradient_accumulation_steps": "tk.accelerator(train_config=tk.TrainConfig(accumulation={value}, max_grad_norm=0))",
+    "gradient_accumulation_plugin": "tk.accelerator(train_config=tk.TrainConfig(accumulation=…, max_grad_norm=0))",
     "mixed_precision": "tk.accelerator({{'precision': {value}}}), or toolkit launch --precision",
     "cpu": "toolkit launch, which runs on the CPU where it finds no GPU, or CUDA_VISIBLE_DEVICES=''",
     **dict.fromkeys(
@@ -109,14 +111,14 @@ INSTEAD: Mapping[str, str] = {
         "tk.accelerator({{'sharding': …}}), or toolkit launch --sharding",
     ),
 }
-"""Arguments of Accelerate's Accelerator → what says the same here."""
+"""Arguments of Accelerate's Accelerator, and fields given as arguments → what says the same here."""
 
 
 def _refuse_others(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         known = INSTEAD.get(name, "one of strategy, train_config, spec, log_with, project_dir, timeout")
         raise StrategyError(
-            f"tk.accelerator has no argument {name!r} (got {value!r}). Write {known.format(value=repr(value))}."
+            f"tk.accelerator has no argument {name!r} (got {value!r}). Write {known.format(name=name, value=repr(value))}."
         )
 
 
