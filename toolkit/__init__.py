@@ -13,7 +13,7 @@ from toolkit.data_preview import preview
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import diagnose, environment
 from toolkit.engines.plugins import import_plugins
-from toolkit.exporters import export, save, verify
+from toolkit.exporters import export, generate, save, verify
 from toolkit.forecasting import forecast, plan
 from toolkit.forecasting.diffs import diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
@@ -52,6 +52,7 @@ __all__ = [
     "explore",
     "export",
     "forecast",
+    "generate",
     "hardware",
     "job",
     "launch",

@@ -28,7 +28,8 @@ def train_rank(run: RankRun) -> int:
     run.find_start()
 
     train_config = tk.job(accelerator).train_config
-    model, tokenizer = tk.load(accelerator, allow_unquantized=run.config.allow_unquantized)
+    model, _ = tk.load(accelerator, allow_unquantized=run.config.allow_unquantized)
+    tokenizer = run.preflight.tokenizer  # with the template of --chat-template
     optimizer = make_optimizer(model, train_config, fused=accelerator.scaler is None)
     schedule = make_schedule(optimizer, train_config)
     model, optimizer, loader = tk.prepare(accelerator, model, optimizer, run.batches())

@@ -9,7 +9,7 @@ from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
 from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, preview, timeline
-from toolkit.cli.run_commands import compare, export, launch, report, resume, runs, stop, train, watch
+from toolkit.cli.run_commands import compare, export, generate, launch, report, resume, runs, stop, train, watch
 from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
@@ -144,6 +144,15 @@ EXPORT = (
     _argument("--model", metavar="MODEL", help="the base model (default: from the checkpoint)"),
     REMOTE_CODE,
 )
+GENERATE = (
+    _path("run", metavar="RUN", help="a run with a saved model or adapter, or a folder of either"),
+    _argument("prompt", nargs="+", metavar="PROMPT", help="a text; where there is a chat template, a user's message"),
+    _argument("--max-new-tokens", type=int, metavar="N", help="tokens of the answer at most (default: 256)"),
+    _argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the same each time (default: 0)"),
+    _argument("--no-chat-template", dest="chat_template", action="store_false", help="give the prompt as it is"),
+    _argument("--model", metavar="MODEL", help="the base of an adapter (default: the one that it was trained over)"),
+    REMOTE_CODE,
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -208,4 +217,5 @@ def build_parser() -> Parser:
     add(report, [RUN, PAGE])
     add(compare, [RANKS_HERE, RUNS_DIR], RunConfig, Strategy, TrainConfig)
     add(export, EXPORT)
+    add(generate, GENERATE)
     return parser

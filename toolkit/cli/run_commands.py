@@ -1,4 +1,4 @@
-"""Commands for runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`, `report`, `compare`, `export`."""
+"""Commands for runs: `train`, `launch`, `resume`, `watch`, `stop`, `runs`, `report`, `compare`, `export`, `generate`."""
 
 from __future__ import annotations
 
@@ -210,6 +210,18 @@ def export(flags: argparse.Namespace) -> Result:
     model = str(embedded_model()) if flags.model == EMBEDDED else flags.model
     options = {name: getattr(flags, name) for name in ("merge", "dtype", "trust_remote_code")}
     return export(flags.source, flags.output, model=model, **options)
+
+
+def generate(flags: argparse.Namespace) -> dict[str, Any]:
+    """Answer a prompt with the saved model of a run, or of a folder."""
+    from toolkit.exporters import generate
+
+    names = ("max_new_tokens", "temperature", "chat_template", "model", "trust_remote_code")
+    prompt = " ".join(flags.prompt)
+    text = generate(flags.run, prompt, **{name: getattr(flags, name) for name in names})
+    if not text.strip():
+        print("the answer is empty: the model ended it at once", file=sys.stderr)
+    return {"source": flags.run, "prompt": prompt, "text": text}
 
 
 OURS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in dataclasses.fields(Strategy))}

@@ -92,6 +92,7 @@ HINTS: dict[str, str] = {
 VERBS = dict.fromkeys(("finetune", "fine-tune", "sft", "fit", "run", "start", "pretrain"), "train")
 VERBS |= {"preprocess": "preview", "tokenize": "preview", "estimate-memory": "forecast", "estimate": "forecast"}
 VERBS |= {"merge": "export", "merge-lora": "export", "merge-weights": "export", "env": "doctor", "ls": "runs"}
+VERBS |= dict.fromkeys(("chat", "infer", "inference", "predict", "sample"), "generate")
 """Verbs of other tools → ours."""
 
 SHARDING_NAMES = {"deepspeed": "zero3", "fsdp1": "fsdp", "fsdp2": "fsdp", "zero": "zero3", "ds": "zero3", "dp": "ddp"}

@@ -45,6 +45,8 @@ class RunConfig:
     """Beside the last one in `export/`."""
     early_stop: int = amount(0, "end after so many evaluations in a row without a lower loss; 0: never", least=0)
     """The run ends as after its last step."""
+    sample: str | None = amount(None, "a prompt to answer at each evaluation")
+    """Answered greedily by all ranks together, in at most 64 tokens; rank 0 prints."""
     mask_prompts: bool = amount(True, "train on completions and assistant turns alone")
     """Plain text has no prompts."""
     train_on: str = choice("all-turns", TRAIN_ON, "turns of the assistant to train on")
@@ -93,11 +95,13 @@ class RunConfig:
                 f"data {self.data!r} is a program. `toolkit launch {self.data}` runs your own script. To train on its text, "
                 "copy it to a file that ends in .txt."
             )
-        for name in ("eval_every", "eval_micro_batch", "save_best", "early_stop"):
+        for name in ("eval_every", "eval_micro_batch", "save_best", "early_stop", "sample"):
             if getattr(self, name) and not self.eval_data:
                 raise ToolkitError(
                     f"{name} {getattr(self, name)}: expected data to evaluate. Give --eval-data, or leave it out."
                 )
+        if self.sample is not None and not self.sample.strip():
+            raise ToolkitError(f"sample {self.sample!r}: expected a prompt. Give it in quotes, or leave it out.")
         if self.early_stop and not self.eval_every:
             raise ToolkitError(f"early_stop {self.early_stop}: expected evaluations in the run. Give --eval-every too.")
 

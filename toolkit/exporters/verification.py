@@ -67,7 +67,7 @@ def reopen_adapter(base: Any, folder: Path) -> Any:
 
 
 def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -> Any:
-    """Reopen a whole model in `folder`, in evaluation mode, on the host.
+    """Reopen a whole model in `folder`, in evaluation mode, on the host. The dtype `auto` is that of the files.
 
     Raises:
         RunError: for missing and unknown keys, and for tied parameters that no longer share one tensor.
@@ -76,7 +76,7 @@ def reopen_whole(spec: ModelSpec, folder: Path, *, dtype: str, attention: str) -
 
     kernel = ATTENTIONS[attention].transformers
     model, info = read_pretrained(
-        spec, folder, dtype=getattr(torch, dtype), output_loading_info=True, attn_implementation=kernel
+        spec, folder, dtype=getattr(torch, dtype, dtype), output_loading_info=True, attn_implementation=kernel
     )
     _check_keys(info)
     names = first_names(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,7 @@ def summarize(run: Report) -> str:
     export, best = about.get("export"), run.path / "best"
     lines = [", ".join(filter(None, parts))]
     lines += [f"saved in {export['folder']}", f"load it with: {export['load']}"] if export else ["nothing was saved"]
+    lines += [f'try it: toolkit generate {shlex.quote(str(run.path))} "a prompt"'] if export else []
     lines += [f"the model of the lowest evaluation loss: {best}"] if best.is_dir() else []
     return "\n".join(lines)
 

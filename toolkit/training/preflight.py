@@ -29,10 +29,12 @@ from toolkit.data import (
     resolve_spec,
     sample_ids,
 )
+from toolkit.data.tokenization import read_template
 from toolkit.devices.machine import Device, Hardware, hardware
 from toolkit.engines.adapters import check_quantized, require_libraries
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
+from toolkit.exporters.generation import encode
 from toolkit.forecasting import Forecast, forecast_job
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.chat_template import spell_remarks
@@ -147,6 +149,12 @@ def run_preflight(
                 too_long=run_config.too_long,
             )
         notes += [f"{name}: {each.notes}"] if each.notes else []
+    if run_config.chat_template:  # saved with the model, which answers prompts in its form alone
+        tokenizer.chat_template = read_template(run_config.chat_template)
+    if run_config.sample and prepared is None:
+        encode(tokenizer, spec, run_config.sample)
+        if not run_config.eval_every:
+            notes.append("sample: printed after the last step alone; --eval-every N prints one every N steps")
     if prepared is None and strategy.adapter == "none":
         unused = {name: value for name, value in differing(strategy).items() if name.startswith("lora_")}
         notes += [f"{name} {value}: without effect, since adapter is none" for name, value in unused.items()]

@@ -25,6 +25,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_events, write_json
+from toolkit.core.errors import is_out_of_memory
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.data import eval_batches, spell_samples
@@ -34,6 +35,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, try_save, verify
+from toolkit.exporters.generation import SAMPLE_TOKENS, answer, encode
 from toolkit.measurement.window import STEPS
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
@@ -263,8 +265,24 @@ class RankRun:
             self.accelerator.print(
                 f"step {step}: the lowest evaluation loss so far; its model is in {self.folder.best}"
             )
+        if self.config.sample:
+            self._print_sample(prepared, step, tokenizer)
         self.beat.note("between")
         return True
+
+    def _print_sample(self, prepared: Prepared, step: int, tokenizer: Any) -> None:
+        """Print an answer to `--sample`. All ranks generate it: each may hold a part of the weights."""
+        ids, room = encode(tokenizer, self.preflight.spec, self.config.sample or "")
+        prepared.model.eval()
+        try:
+            model = self.accelerator.unwrap_model(prepared.model)
+            text = answer(model, tokenizer, ids, max_new_tokens=min(SAMPLE_TOKENS, room)).strip()
+        except Exception as error:  # some models train and do not generate, which ends no run
+            if is_out_of_memory(error):
+                raise
+            text = f"none, since {type(error).__name__}: {error}"
+        prepared.model.train()
+        self.accelerator.print(f"step {step}: sample: {text or '(empty: the model ended it at once)'}")
 
     def may_read_late(self, step: int) -> bool:
         """Return whether the numbers of a step may be read when the next one runs: not while memory is measured."""
