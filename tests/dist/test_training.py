@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.devices.machine import hardware
+from toolkit.exporters import generate
 
 pytestmark = pytest.mark.dist
 
@@ -155,3 +156,12 @@ def test_offload_changes_no_loss(found: dict[str, Any], precision: str, close: f
         assert result["losses"] == pytest.approx(reference, rel=close), cell
         # The same kernels on the same values; rotary frequencies that are cast too would show here.
         assert result["logits_error"] <= 1e-6, cell
+
+
+@pytest.mark.parametrize("cell", ["ddp", "zero1", "zero3", "fsdp", "zero3 lora", "fsdp lora"])
+def test_a_sample_of_all_ranks_is_the_answer_of_the_saved_model(found: dict[str, Any], cell: str) -> None:
+    text = generate(
+        found["out"] / cell.replace(" ", "-"), "w7 w8", stream=False
+    )  # of 62 tokens: the model has 64 places
+    assert text.startswith("w")
+    assert found["saved"][cell]["sample"] == f"step 3: sample: {text}"

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ranks import build, reset
@@ -148,6 +149,24 @@ def scaling(folder: str) -> dict[str, Any]:
     return found
 
 
+SAMPLED = ("ddp", "zero1", "zero3", "fsdp")
+
+
+def sampled(prepared: Any, tokenizer: Any) -> str:
+    """What the recipe prints for `--sample`."""
+    from toolkit.config.run_config import RunConfig
+    from toolkit.training.rank_run import RankRun
+
+    run, lines = RankRun.__new__(RankRun), list[str]()
+    run.config = RunConfig(sample="w7 w8", eval_data="embedded")
+    run.preflight = SimpleNamespace(spec=prepared.job.spec)  # type: ignore[assignment]
+    run.accelerator = prepared.accelerator
+    run.accelerator.print = lines.append
+    run._print_sample(prepared, 3, tokenizer)
+    assert prepared.model.training
+    return lines[0]
+
+
 def saved(folder: str, out: Path) -> dict[str, Any]:
     """What each engine saves loads in plain libraries; the test opens it again. With states in host memory, too."""
     import torch.distributed as dist
@@ -184,7 +203,13 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
             dist.broadcast(tensor, 0)
         export = verify(prepared, target, planned, probe)
         error = export.logits_error if export else None
-        found[" ".join(words.values())] = {"losses": losses, "evaluated": evaluated, "logits_error": error}
+        sample = sampled(prepared, tokenizer) if words["sharding"] in SAMPLED and len(words) < 3 else None
+        found[" ".join(words.values())] = {
+            "losses": losses,
+            "evaluated": evaluated,
+            "logits_error": error,
+            "sample": sample,
+        }
     return found
 
 

@@ -354,7 +354,7 @@ def test_the_end_of_a_training_is_told_in_a_few_lines(tmp_path: Path) -> None:
         found=runs.about(finished=timestamp(), export=export, data=data),
         memory=runs.memory(),
     )
-    figures, saved, load = summarize(tk.report(run.path)).splitlines()
+    figures, saved, load, generate = summarize(tk.report(run.path)).splitlines()
     for words in (
         "loss 3.9500 → 3.0000, evaluation loss 3.5000, lowest 3.0000, ",
         " tokens/s, 20 steps in ",
@@ -363,5 +363,6 @@ def test_the_end_of_a_training_is_told_in_a_few_lines(tmp_path: Path) -> None:
     ):
         assert words in figures
     assert (saved, load) == ("saved in out/export", f"load it with: {export['load']}")
+    assert generate == f'try it: toolkit generate {run.path} "a prompt"'
     (run.path / "best").mkdir()
     assert summarize(tk.report(run.path)).endswith(f"the model of the lowest evaluation loss: {run.path / 'best'}")

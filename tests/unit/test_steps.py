@@ -75,6 +75,8 @@ def test_a_share_below_one_is_a_share_of_the_steps() -> None:
         ({"early_stop": 2}, "early_stop 2: expected data to evaluate. Give --eval-data"),
         ({"save_best": True}, "save_best True: expected data to evaluate. Give --eval-data"),
         ({"eval_micro_batch": 2}, "eval_micro_batch 2: expected data to evaluate. Give --eval-data"),
+        ({"sample": "w1"}, "sample w1: expected data to evaluate. Give --eval-data"),
+        ({"sample": " ", "eval_data": "embedded"}, "sample ' ': expected a prompt"),
         ({"early_stop": 2, "eval_data": "embedded"}, "expected evaluations in the run. Give --eval-every"),
     ],
 )

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.manifest import NAME
-from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_json
 from toolkit.core.errors import ModelError, RunError, ToolkitError, value_or
 from toolkit.data import resolve_spec
-from toolkit.devices.machine import hardware
 from toolkit.engines.adapters import require_libraries
-from toolkit.engines.job import Job, resolve_precision
-from toolkit.exporters.verification import check_attention, reopen, reopen_whole
+from toolkit.engines.job import Job
+from toolkit.exporters.verification import reopen, reopen_whole, single_process_job
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.files import first_line, local_folder
 from toolkit.models.hf_loading import LONG, load_tokenizer, quiet_bars
@@ -74,26 +72,24 @@ def generate(
     spec, job, folder = _find(source, model, trust_remote_code)
     own = (folder / "tokenizer_config.json").is_file()  # of an adapter, too
     tokenizer = load_tokenizer(dataclasses.replace(spec, source=str(folder)) if own else spec)
-    ids, room = encode(tokenizer, spec, prompt, new=max_new_tokens or 1, chat_template=chat_template)
+    ids, room = encode(tokenizer, spec, prompt, new=max_new_tokens or 1, chat=chat_template)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     most = max_new_tokens or min(TOKENS, room)
     opened = _open(spec, job, folder)
     return answer(opened, tokenizer, ids, max_new_tokens=most, temperature=temperature, streamer=streamer)
 
 
-def encode(
-    tokenizer: Any, spec: ModelSpec, prompt: str, *, new: int = 1, chat_template: bool = True
-) -> tuple[list[int], int]:
+def encode(tokenizer: Any, spec: ModelSpec, prompt: str, *, new: int = 1, chat: bool = True) -> tuple[list[int], int]:
     """Return a prompt's tokens as a training reads them, and how many may follow.
 
     Args:
         new: tokens that have to follow.
-        chat_template: make the prompt a user's message where the tokenizer has a chat template.
+        chat: make the prompt a user's message where the tokenizer has a chat template.
 
     Raises:
         ToolkitError: for a prompt without a token, for too many of them, and where the chat template refuses it.
     """
-    causal, text, chat = spec.kind == "causal", prompt, bool(chat_template and tokenizer.chat_template)
+    causal, text, chat = spec.kind == "causal", prompt, bool(chat and tokenizer.chat_template)
     message = {"role": "user", "content": prompt}
     try:
         if chat:
@@ -134,7 +130,7 @@ def answer(
 
 def _find(source: str | Path, model: str | None, trust: str | None) -> tuple[ModelSpec, Job, Path]:
     """Return the spec of a saved model or of an adapter's base, the job that opens it, and its folder."""
-    path, device = local_folder(source), hardware().device
+    path = local_folder(source)
     if path is None:
         raise RunError(
             f"{source}: there is no such run or folder. `toolkit runs` lists runs, `hf download` fetches models."
@@ -158,13 +154,7 @@ def _find(source: str | Path, model: str | None, trust: str | None) -> tuple[Mod
     else:
         spec = resolve_spec(str(folder), trust)
     require_weights(spec)
-    strategy |= {"precision": resolve_precision(strategy["precision"], device), "attention": check_attention(spec)}
-    how: dict[str, Any] = {
-        "strategy": Strategy(**strategy),
-        "train_config": TrainConfig(),
-        "parallelism": Parallelism(),
-    }
-    job = Job(**how, spec=spec, device=device)
+    job = single_process_job(spec, Strategy(**strategy), TrainConfig())
     require_libraries(job)
     return spec, job, folder
 

@@ -13,7 +13,6 @@ from toolkit.checkpoints import identify
 from toolkit.checkpoints.identity import check_same
 from toolkit.checkpoints.importers import Entry, Weights
 from toolkit.config.flags import from_dict
-from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
@@ -21,7 +20,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
 from toolkit.core.units import BYTES_OF, dtype_name, format_bytes
-from toolkit.devices.machine import hardware
 from toolkit.engines.adapters import adapt, quantized_modules
 from toolkit.engines.fused_experts import unpack_experts
 from toolkit.engines.job import Job
@@ -38,7 +36,6 @@ from toolkit.exporters.results import (
 )
 from toolkit.exporters.state_dict import full_state
 from toolkit.exporters.verification import (
-    check_attention,
     check_files,
     compare_whole,
     fits,
@@ -47,6 +44,7 @@ from toolkit.exporters.verification import (
     read_base,
     relative_error,
     reopen_adapter,
+    single_process_job,
 )
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.files import cached
@@ -239,13 +237,8 @@ def job_of(source: Source, spec: ModelSpec) -> Job:
     assert source.manifest is not None
     was = source.manifest.strategy
     fields = {name: was[name] for name in ("adapter", "precision", "lora_rank", "lora_targets")}
-    return Job(
-        strategy=Strategy(**fields, lora_alpha=was.get("lora_alpha"), attention=check_attention(spec)),
-        train_config=from_dict(TrainConfig, source.manifest.train_config),
-        spec=spec,
-        parallelism=Parallelism(),
-        device=hardware().device,
-    )
+    strategy = Strategy(**fields, lora_alpha=was.get("lora_alpha"))
+    return single_process_job(spec, strategy, from_dict(TrainConfig, source.manifest.train_config))
 
 
 def with_adapter(base: Any, job: Job, source: Source, dtype: str | None) -> PeftModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 from collections.abc import Mapping
@@ -9,14 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.importers import Entry
+from toolkit.config.parallelism import Parallelism
+from toolkit.config.strategy import Strategy
 from toolkit.config.tables import ATTENTIONS
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF
-from toolkit.devices.machine import host_memory
+from toolkit.devices.machine import hardware, host_memory
 from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization, set_compute_dtype
 from toolkit.engines.base import kept_dtype
 from toolkit.engines.fused_experts import pack_experts
-from toolkit.engines.job import Job
+from toolkit.engines.job import Job, resolve_precision
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.exporters.state_dict import is_adapter
 from toolkit.models import NF4, ModelSpec
@@ -239,6 +243,14 @@ def logits(model: Any, spec: ModelSpec) -> torch.Tensor:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return ‖actual − expected‖ / ‖expected‖."""
     return float((actual - expected).norm() / expected.norm())
+
+
+def single_process_job(spec: ModelSpec, strategy: Strategy, train_config: TrainConfig) -> Job:
+    """Return the job of one process on this host, without its engine and attention kernel."""
+    parallelism, device = Parallelism(), hardware().device
+    precision = resolve_precision(strategy.precision, device)
+    strategy = dataclasses.replace(strategy, precision=precision, attention=check_attention(spec))
+    return Job(strategy=strategy, train_config=train_config, spec=spec, parallelism=parallelism, device=device)
 
 
 def check_attention(spec: ModelSpec) -> str:
