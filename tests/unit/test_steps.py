@@ -46,6 +46,14 @@ def test_a_file_takes_one_epoch(tmp_path: Path) -> None:
     result = run_preflight(RunConfig(data=str(data)), *request)
     assert result.job.train_config.steps == -(-result.rows.count // 2)
     assert result.notes[-1].startswith("epochs: 1.0")
+    # The template that is trained is saved with the model, and a prompt that it refuses is known before.
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no') if 'bad' in messages[0].content else 'w' }}")
+    config = {"data": str(data), "eval_data": str(data), "chat_template": str(tmp_path / "chat.jinja")}
+    result = run_preflight(RunConfig(**config, sample="good"), *request)
+    assert "raise_exception" in result.tokenizer.chat_template
+    assert "sample: printed after the last step alone; --eval-every N prints one every N steps" in result.notes
+    with pytest.raises(ToolkitError, match="the chat template refuses the prompt: no"):
+        run_preflight(RunConfig(**config, sample="bad"), *request)
 
 
 @pytest.mark.parametrize(
