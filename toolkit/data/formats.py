@@ -154,8 +154,14 @@ def _messages(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
+    if (
+        check(value, dict, name).keys() == {"role", "content"}
+        and value["role"] in ("user", "assistant", "system", "tool")
+        and _is_text(value["content"])
+    ):
+        return {"role": value["role"], "content": check(value["content"], str, name)}
     message: dict[str, Any] = {}
-    for key, item in check(value, dict, name).items():
+    for key, item in value.items():
         if (field := FIELDS.get(key)) and (item is not None or field == "content"):
             message.setdefault(field, item)
     if missing := [field for field in ("role", "content") if field not in message and "tool_calls" not in message]:
@@ -211,16 +217,20 @@ def _parsed(value: Any, kind: Any, what: str) -> Any:
     return check(value, kind, what)
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and not value.isspace()
+
+
 def check(value: Any, kind: Any, what: str) -> Any:
     """Return `value` if it is of this type and not empty."""
-    if not isinstance(value, kind) or not (value.strip() if isinstance(value, str) else value):
+    if not (_is_text(value) if kind is str else isinstance(value, kind) and value):
         actual = "empty" if isinstance(value, kind) else TYPES.get(type(value).__name__, repr(value))
         expected = f"{TYPES[kind.__name__]}{' that is not empty' * (kind is not dict)}"
         raise DataError(f"{what} is {actual}, expected {expected}. Correct or remove the row.")
-    if isinstance(value, str):
+    if kind is str:
         check_size(len(value), what)
         try:
-            value.encode()
+            _ = value.isascii() or value.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"{what} holds half of a surrogate pair ({value[error.start]!a}). Remove it.") from error
     return value

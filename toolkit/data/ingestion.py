@@ -20,7 +20,7 @@ from toolkit.core.errors import DataError
 from toolkit.data.files import Document, Findings, documents
 from toolkit.data.sources import Source, find_source, split_weights
 
-FORMAT = 4
+FORMAT = 5
 """Version of the cached documents. Raise it when their columns or checks change."""
 
 BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
@@ -135,7 +135,7 @@ def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
 
 
 def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
-    """Write documents as an Arrow file. Return the sha256 of their places and contents, as lines of JSON."""
+    """Write documents as an Arrow file. Return the sha256 of their places and contents."""
     import pyarrow as pa
 
     texts = dict.fromkeys(("text", "prompt", "completion", "messages", "turns"), pa.large_string())
@@ -147,8 +147,8 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
             chat = "messages" in document.content
             content = {document.kind: json.dumps(document.content)} if chat else document.content
             rows.append({"file": document.file, "line": document.line, **content})
-            line = json.dumps(rows[-1], sort_keys=True).encode() + b"\n"
-            digest.update(line)
+            line = "".join(f"{name} {len(text)} {text}\n" for name, text in content.items())
+            digest.update(f"{document.file} {document.line} {line}".encode())
             size += len(line)
             if len(rows) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
                 stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))

@@ -1,7 +1,7 @@
 """The assistant's turns in a text that a chat template rendered.
 
-Two facts locate them. Marks: where each message's texts lie, from a second rendering with marks in the messages, which must give
-the same text but for the marks. `Layout`: what the template writes around an answer. A turn that both do not locate is
+Two facts locate them. Marks: where each message's texts lie. Long texts that stand in it once are found there, others by a second
+rendering with marks in the messages, which must give the same text but for the marks. `Layout`: what the template writes around an answer. A turn that both do not locate is
 `NotLocated`, and never guessed.
 """
 
@@ -14,6 +14,9 @@ from typing import Any, TypeAlias
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names of an answer's reasoning in its message."""
+
+UNIQUE = 20
+"""Characters from which on a content that stands in a text once is the message's, and not the template's."""
 
 _FIELDS = {"content", *REASONING}
 _THINK = re.compile(r"<think>\s*(?=[^\s<]|<(?!/think>))")
@@ -46,6 +49,23 @@ class Layout:
     """What ends the last answer."""
     tokens: tuple[str, ...]
     """The tokenizer's added tokens: markers of roles and ends."""
+
+
+def unique_contents(text: str, messages: Messages) -> Marks | None:
+    """Return the marks of contents that are long and stand in `text` once, one after the other; None for any others."""
+    marks: Marks = {}
+    end = 0
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, str) or "think>" in content or message.keys() - {"role", "content"}:
+            return None
+        core = content.strip()
+        start = text.find(core, end)
+        if len(core) < UNIQUE or start < 0 or text.find(core) != text.rfind(core):
+            return None
+        end = start + len(core)
+        marks[index] = {"s": start, "e": end}
+    return marks
 
 
 def with_marks(message: Mapping[str, Any], mark: str) -> dict[str, Any]:

@@ -10,7 +10,18 @@ from functools import cached_property
 from typing import Any
 
 from toolkit.core.errors import DataError
-from toolkit.models.chat_spans import Layout, Marks, Messages, NotLocated, Span, dropped, read_marks, turns, with_marks
+from toolkit.models.chat_spans import (
+    Layout,
+    Marks,
+    Messages,
+    NotLocated,
+    Span,
+    dropped,
+    read_marks,
+    turns,
+    unique_contents,
+    with_marks,
+)
 
 REMARKS = {
     "reasoning": "the chat template drops reasoning, which is not trained",
@@ -84,7 +95,7 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         chosen = [index for index in answers[-last:] if index not in weightless]
         try:
-            if _GENERATION.search(self.template):
+            if self._marked:
                 spans = self._generated(text, messages, tools, marks, end)
                 if chosen != answers:
                     if len(spans) != len(answers):
@@ -121,6 +132,8 @@ class ChatTemplate:
 
     def _marks(self, text: str, messages: Messages, tools: Mapping[str, Any]) -> Marks | None:
         """Return where contents lie in `text`; of the assistant's messages alone, if the template looks at the others."""
+        if (unique := unique_contents(text, messages)) is not None:
+            return unique
         mark = next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
         for roles in (None, "assistant"):
             marked = [
@@ -131,6 +144,10 @@ class ChatTemplate:
                 if (marks := read_marks(self._render(marked, "", **tools), mark, text)) is not None:
                     return marks
         return None
+
+    @cached_property
+    def _marked(self) -> bool:
+        return bool(_GENERATION.search(self.template))
 
     @cached_property
     def _added(self) -> tuple[str, ...]:
