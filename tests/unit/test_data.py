@@ -29,6 +29,7 @@ import toolkit.data as data
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, StrategyError
 from toolkit.data import ingestion, tokenization
+from toolkit.data import rows as rows_module
 from toolkit.data.packing import IGNORED, Counts, pack_rows
 from toolkit.data.tokenization import Encoded, Encoder
 from toolkit.models import ModelSpec, varlen
@@ -864,6 +865,31 @@ def test_damaged_rows_documents_and_sources_are_made_again(tokenizer: Any, tmp_p
     assert sorted(cache.glob("*/")) == sorted([folder, other]), "something half-written"
 
 
+@pytest.mark.parametrize("module", [ingestion, rows_module])
+def test_a_killed_preparation_starts_over(
+    module: Any, tokenizer: Any, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES * 50))
+
+    def prepare() -> data.Rows:
+        return data.prepare_data(f"{path}:0.5", tokenizer, LLAMA_SPEC, seq_len=16, packing=False)
+
+    write = module._write
+
+    def killed(*arguments: Any) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write", killed)
+        if not (child := os.fork()):
+            prepare()
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert list(cache.parent.glob("*/.*/*")), "half-written files are left"
+    assert prepare().count > 0
+    assert not list(cache.parent.glob("*/.*")), "and are removed"
+
+
 @pytest.mark.dist
 def test_ranks_that_come_at_once_make_it_once(tokenizer_folder: Path, tmp_path: Path, cache: Path) -> None:
     path = jsonl(tmp_path / "t.jsonl", *({"text": text} for text in SENTENCES * 200))
@@ -914,7 +940,7 @@ def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path, mo
 
 ENDED = """
 import json, os, signal, sys, time
-import psutil, transformers
+import transformers
 import toolkit.data as data
 from toolkit.data import tokenization
 from toolkit.models import ModelSpec
@@ -948,7 +974,7 @@ for number, as_it_forks in ((signal.SIGKILL, False), (signal.SIGINT, False), (si
         tokenize(as_it_forks)
         os._exit(1)
     if not as_it_forks:
-        assert until(lambda: len(psutil.Process(parent).children()) == 2)
+        assert until(lambda: len(open(f"/proc/{parent}/task/{parent}/children").read().split()) == 2)
         os.kill(parent, number)
     ended = until(lambda: os.waitpid(parent, os.WNOHANG)[1])
     print(json.dumps([os.waitstatus_to_exitcode(ended), until(lambda: gone(parent))]), flush=True)

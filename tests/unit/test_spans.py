@@ -428,6 +428,21 @@ def test_content_that_the_template_looks_at() -> None:
     assert trained(encode({"messages": messages}, QWEN_3)) == ["yes<|im_end|>\n", *expected]
 
 
+def test_a_content_that_stands_elsewhere_too_is_not_mistaken() -> None:
+    long = "a sentence of more than twenty characters"
+    assert trained(encode({"messages": chat(long, long, f"again: {long}", f"{long}.")}, CHATML)) == [
+        f"{long}<|im_end|>\n",
+        f"{long}.<|im_end|>\n",
+    ]
+    shown = f"You answer with: {long}. {CHATML}"
+    assert trained(encode({"messages": chat("what is the answer to all of it?", long)}, shown)) == [
+        f"{long}<|im_end|>\n"
+    ]
+    last = "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}\n{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"message 1: .* cannot be located"):
+        encode({"messages": chat(f"say: {long}", f"{long}, too", f"Is it {long}, too?", f"{long[::-1]}")}, last)
+
+
 def test_a_chosen_turn() -> None:
     weighted = [{**message, "weight": 0} if message["content"] == "yes" else message for message in TWO]
     for template, last in ((CHATML, "no<|im_end|>\n"), (MARKED, "no")):

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -88,6 +88,18 @@ def cache_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def draft_folder(folder: Path, key: str) -> Iterator[Path]:
+    """Make an empty folder for unfinished files, under the lock of `key`. What a killed process left there is removed."""
+    draft = folder / f".{key}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def _cached_contents(origin: Source, entry: Path) -> Contents | None:
     """Return the contents in the cache if all files, and the copy of their documents, are unchanged."""
     with contextlib.suppress(OSError):
@@ -117,8 +129,8 @@ def _stat(path: Path) -> list[int]:
 def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
     """Read the source and keep its documents and their hash."""
     before, findings = _stats(origin), Findings()
-    with tempfile.TemporaryDirectory(dir=cache_folder("documents"), prefix=".reading-") as fresh:
-        draft = Path(fresh, "documents.arrow")
+    with draft_folder(cache_folder("documents"), entry.stem) as fresh:
+        draft = fresh / "documents.arrow"
         checked = documents(origin, findings=findings, **reading)
         with progress_bar("reading", sum(stats[2] for stats in before.values()), "B") as bar:
             digest = _write(checked, draft, bar)
@@ -128,7 +140,7 @@ def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
         about = {"hash": digest, "notes": notes, "untrained": findings.problem()}
         contents = Contents(source=origin, **about)
         if contents.documents.is_dir():
-            contents.documents.rename(Path(fresh, "damaged"))
+            contents.documents.rename(fresh / "damaged")
         draft.replace(contents.documents)
     keep(entry, {"files": before, "documents": _stat(contents.documents), "contents": about})
     return contents
@@ -176,17 +188,20 @@ def _mix(name: str, parts: list[tuple[Contents, float]], seed: int) -> Contents:
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
+    from filelock import FileLock
 
     key = repr([seed, *((each.hash, weight, each.source.name) for each, weight in parts)])
+    mixed_hash = hashlib.sha256(key.encode()).hexdigest()
     source = Source(name=name, mixed=tuple(each.source for each, _ in parts))
     notes, shift, folder = [], 0, cache_folder("documents")
     with (
         cache_errors(folder),
-        tempfile.TemporaryDirectory(dir=folder, prefix=".mixing-") as fresh,
+        FileLock(folder / f"{mixed_hash}.lock"),
+        draft_folder(folder, mixed_hash) as fresh,
         ExitStack() as stack,
     ):
         files = [pa.ipc.open_file(stack.enter_context(pa.memory_map(str(each.documents)))) for each, _ in parts]
-        writer = stack.enter_context(pa.ipc.new_file(f"{fresh}/mixed", files[0].schema))
+        writer = stack.enter_context(pa.ipc.new_file(str(fresh / "mixed"), files[0].schema))
         for number, (file, (each, weight)) in enumerate(zip(files, parts, strict=True)):
             batches = [file.get_batch(at) for at in range(file.num_record_batches)]
             total = sum(batch.num_rows for batch in batches)
@@ -204,9 +219,7 @@ def _mix(name: str, parts: list[tuple[Contents, float]], seed: int) -> Contents:
             shift += len(each.source.places)
             notes += [f"{each.source.name}: {count:,} of {total:,} rows", *filter(None, [each.notes])]
         untrained = "; ".join(each.untrained for each, _ in parts if each.untrained)
-        mixed = Contents(
-            source=source, hash=hashlib.sha256(key.encode()).hexdigest(), notes="; ".join(notes), untrained=untrained
-        )
+        mixed = Contents(source=source, hash=mixed_hash, notes="; ".join(notes), untrained=untrained)
         stack.close()
-        Path(fresh, "mixed").replace(mixed.documents)
+        (fresh / "mixed").replace(mixed.documents)
     return mixed

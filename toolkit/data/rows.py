@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.cache import cache_folder, recall, sealed
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import DataError, StrategyError
-from toolkit.data.ingestion import Contents, cache_errors, ingest
+from toolkit.data.ingestion import Contents, cache_errors, draft_folder, ingest
 from toolkit.data.packing import IGNORED, Columns, Counts, pack_rows
 from toolkit.data.tokenization import Encoder, read_template, tokenize
 from toolkit.models import ModelSpec
@@ -185,14 +184,14 @@ def prepare_data(
     folder = cache_folder("data") / fingerprint
     with cache_errors(folder.parent), FileLock(folder.with_suffix(".lock")):
         if find_rows(fingerprint) is None:
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".rows-") as work:
+            with draft_folder(folder.parent, fingerprint) as work:
                 encoded, counts = tokenize(contents, encoder), Counts()
                 size = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id, "too_long": too_long}
                 rows = pack_rows(encoded, counts, kind=spec.kind, **size)
-                _write(Path(work, "rows"), rows, counts, {**about, "fingerprint": fingerprint})
+                _write(work / "rows", rows, counts, {**about, "fingerprint": fingerprint})
                 if os.path.lexists(folder):
-                    folder.rename(Path(work, "damaged"))
-                Path(work, "rows").rename(folder)
+                    folder.rename(work / "damaged")
+                (work / "rows").rename(folder)
     result = find_rows(fingerprint)
     assert result is not None, "they were written under a lock"
     return result

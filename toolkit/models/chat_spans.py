@@ -1,8 +1,8 @@
 """The assistant's turns in a text that a chat template rendered.
 
-Two facts locate them. Marks: where each message's texts lie. Long texts that stand in it once are found there, others by a second
-rendering with marks in the messages, which must give the same text but for the marks. `Layout`: what the template writes around an answer. A turn that both do not locate is
-`NotLocated`, and never guessed.
+Two facts locate them. Marks: where each message's texts lie. Long texts that stand in it once are found there, others by a
+second rendering with marks in the messages, which must give the same text but for the marks. `Layout`: what the template writes
+around an answer. A turn that both do not locate is `NotLocated`, and never guessed.
 """
 
 from __future__ import annotations
