@@ -168,6 +168,11 @@ REFUSED_JSON = {
     "NaN": ('{"text": NaN}', "line 1: column 'text' is nan, expected a string"),
     "list of texts": ('["a", "b"]', "line 1: the row is 'a'|the row is a string, expected an object"),
     "preferences": ('{"prompt": "p", "chosen": "c", "rejected": "r"}', "are preferences.*TRL's DPOTrainer"),
+    "good and bad": (
+        '{"prompt": "p", "completion": "c", "label": false}',
+        "tell good answers from bad ones.*TRL's KTOTrainer",
+    ),
+    "Git LFS": ("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n", "a pointer of Git LFS.*git lfs pull"),
     "empty array": ("[]", "the file is empty"),
     "other roles": ('{"messages": [{"role": 1, "content": "a"}]}', "message 0's 'role' is 1, expected a string"),
     "image": (
@@ -219,6 +224,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "prompt and messages": ({"prompt": "q", "messages": TURNS}, CHAT, "format messages"),
     "system": ({"system": "s", "messages": TURNS}, [("system", "s"), *CHAT], "format messages (messages, system)"),
     "the same system": ({"system": "s", "messages": [{"role": "system", "content": "s"}]}, [("system", "s")], "format messages"),
+    "capitals": ({"Messages": [{"Role": "User", "Content": "q"}, {"Role": "Assistant", "Content": "a"}]}, CHAT, "format messages"),
+    "text for content": (
+        {"messages": [{"role": "prompter", "text": "q"}, {"role": "assistant", "text": "a"}]}, CHAT, "format messages",
+    ),
+    "question with context": (
+        {"question": "q", "context": "x", "answer": "a"}, [("user", "q\n\nx"), CHAT[1]], "format question-answer",
+    ),
     "nulls": ({"system": None, "tools": None, "messages": [{**turn, "name": None} for turn in TURNS]}, CHAT, "format messages"),
 }  # fmt: skip
 
@@ -288,6 +300,11 @@ def test_tools(turn: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_weights_and_thoughts_are_kept(tmp_path: Path) -> None:
+    assert [
+        document.content["messages"][1]["weight"]
+        for name in ("weight", "train", "training")
+        for document in read(write(tmp_path / "c.jsonl", [{"messages": [TURNS[0], {**TURNS[1], name: False}]}]))
+    ] == [0, 0, 0]
     turns = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[0], {**TURNS[1], "thinking": "hm"}]
     (document,) = read(write(tmp_path / "a.jsonl", [{"messages": turns}]))
     assert [message.get("weight") for message in document.content["messages"]] == [None, 0, None, None]
@@ -316,6 +333,23 @@ def test_a_folder_of_files_that_differ(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["c"]}), folder / "c.parquet")
     with pytest.raises(DataError, match=r"c\.parquet: lacks the column 'text'\. It has 'body'"):
         read(folder)
+
+
+def test_a_pattern_names_files(tmp_path: Path) -> None:
+    for name in ("b/x", "a/y"):
+        (tmp_path / name).parent.mkdir()
+        write(tmp_path / f"{name}.jsonl", [{"text": name}])
+    assert contents(tmp_path / "**" / "*.jsonl") == ["a/y", "b/x"]
+    assert data.ingest(f"{tmp_path}/*/x.jsonl").notes.startswith("1 file (")
+    with pytest.raises(DataError, match="no such file or folder"):
+        read(tmp_path / "*.parquet")
+
+
+def test_rows_of_json_are_found_in_a_text_file(tmp_path: Path) -> None:
+    for name in ("a", "a.txt"):
+        assert contents(write(tmp_path / name, b"\xef\xbb\xbf" + json.dumps({"text": "b"}).encode())) == ["b"]
+        assert contents(write(tmp_path / name, json.dumps([{"text": "b"}], indent=1))) == ["b"]
+        assert contents(write(tmp_path / name, "{a: b}")) == ["{a: b}"]
 
 
 ARRAYS: dict[str, Callable[[], Any]] = {

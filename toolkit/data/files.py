@@ -131,7 +131,7 @@ def _rows(
     table: Table, file: int, source: Source, data_format: str, renamed: Mapping[str, str], findings: Findings
 ) -> Iterator[Document]:
     """Yield the rows of a table as documents. The columns decide the format; of JSON, those of the first row."""
-    if table.inner and not set(NAMES) & set(table.columns):
+    if table.inner and not set(NAMES) & {column.strip().casefold() for column in table.columns}:
         table = table.inner
     used: list[str] = []
     line, where = None, source.where(file, table.line)

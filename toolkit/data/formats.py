@@ -20,7 +20,7 @@ FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "sharegpt": ("messages", {"messages": "conversations", "tools?": "tools", **SYSTEM}),
     "alpaca": ("turns", {"prompt": "instruction", "completion": "output", "input?": "input", **SYSTEM}),
     "dolly": ("turns", {"prompt": "instruction", "completion": "response", "input?": "context", **SYSTEM}),
-    "question-answer": ("turns", {"prompt": "question", "completion": "answer", **SYSTEM}),
+    "question-answer": ("turns", {"prompt": "question", "completion": "answer", "input?": "context", **SYSTEM}),
     "query-response": ("turns", {"prompt": "query", "completion": "response", **SYSTEM}),
     "problem-solution": ("turns", {"prompt": "problem", "completion": "solution", **SYSTEM}),
     "input-output": ("turns", {"prompt": "input", "completion": "output", **SYSTEM}),
@@ -40,7 +40,14 @@ ROLES = {spelled: role for role, names in _ROLES.items() for spelled in names.sp
 
 _FIELDS = "role content tool_calls name tool_call_id weight reasoning_content"
 FIELDS = {name: name for name in _FIELDS.split()}
-FIELDS |= {"from": "role", "value": "content", "thinking": "reasoning_content", "function_call": "tool_calls"}
+FIELDS |= {
+    "from": "role",
+    "value": "content",
+    "text": "content",
+    "thinking": "reasoning_content",
+    "function_call": "tool_calls",
+}
+FIELDS |= {"train": "weight", "training": "weight"}
 """Names of a message's fields → the templates' names."""
 
 TYPES = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}
@@ -115,6 +122,11 @@ def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, 
             "rows with 'chosen' and 'rejected' are preferences, which need another loss. Use TRL's DPOTrainer, or train on"
             " the chosen answers alone: --columns completion=chosen (conversations: --columns messages=chosen)."
         )
+    if {"prompt", "completion", "label"} <= names.keys() and data_format == "auto" and not renamed:
+        raise DataError(
+            "rows with 'completion' and 'label' tell good answers from bad ones, which needs another loss. Use TRL's KTOTrainer,"
+            " keep the good rows alone, or train on all of them: --data-format prompt-completion."
+        )
     # Rows of JSON may have an optional field that the first one lacks.
     fits = {
         name: {f: next((names[c] for c in w.split() if c in names), w.split()[0] * ("?" in f)) for f, w in fields.items()}
@@ -162,7 +174,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         return {"role": value["role"], "content": check(value["content"], str, name)}
     message: dict[str, Any] = {}
     for key, item in value.items():
-        if (field := FIELDS.get(key)) and (item is not None or field == "content"):
+        if (field := FIELDS.get(key.strip().casefold())) and (item is not None or field == "content"):
             message.setdefault(field, item)
     if missing := [field for field in ("role", "content") if field not in message and "tool_calls" not in message]:
         raise DataError(f"{name} lacks {' and '.join(map(repr, missing))}. Correct or remove the row.")

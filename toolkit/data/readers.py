@@ -51,6 +51,7 @@ REFUSED = (
     (rb"PK[\x03\x05]", "a zip archive", "Unpack it with unzip, and give the files"),
     (rb".{257}ustar", "a tar archive", "Unpack it with tar -xf, and give the files"),
     (rb"Rar!|7z\xbc\xaf|\x04\x22\x4d\x18", "an archive (RAR, 7-Zip or lz4)", "Unpack it, and give the files"),
+    (rb"version https://git-lfs", "a pointer of Git LFS", "Get the file with git lfs pull"),
     (rb"%PDF", "a PDF", "Extract its text with pdftotext"),
     (rb".{6}\0\0\{\"", "a safetensors file", "Weights belong to --model"),
     (rb"SQLite format 3", "an SQLite database", "Export a table: sqlite3 -header -csv"),
@@ -99,6 +100,8 @@ def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
             raise DataError(f"{path}: is {what}, expected text, JSON, CSV, parquet or arrow. {cure}.")
     if suffix in ARROW:
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
+    if suffix in ("", ".txt") and _OBJECT.match(head):
+        suffix = ".jsonl"
     text = Text(path, stream, encoding or "utf-8-sig")
     return _csv_table(text, suffix) if suffix in CSV else _json_table(text) if suffix in JSON else text
 
@@ -256,6 +259,7 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
         line, at = line + buffer.count("\n", start, end), end
 
 
+_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"[^"\n]+"\s*:')
 _BLANK_QUOTE = re.compile(r'\s+".*"\s*', re.DOTALL)
 _GAP = re.compile(r"[ \t\r\n,\[\]]*")
 

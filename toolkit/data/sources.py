@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ class Source:
 def find_source(source: str | Path | None) -> Source:
     """Return the source that a `--data` value names.
 
-    None or `embedded`; a file; a folder; a folder that `save_to_disk` wrote; or a Hub id as `ID`, `ID:SPLIT` or
-    `ID:CONFIG:SPLIT` (split `train` unless named).
+    None or `embedded`; a file; a pattern such as `data/*.jsonl`; a folder; a folder that `save_to_disk` wrote; or a Hub id as
+    `ID`, `ID:SPLIT` or `ID:CONFIG:SPLIT` (split `train` unless named).
 
     Raises:
         DataError: for a path that does not exist, a folder without data or with two families of data, and a dataset
@@ -108,6 +109,8 @@ def find_source(source: str | Path | None) -> Source:
         if not path.is_file():
             raise DataError(f"data {name}: is a pipe or a device, expected a file. Write its rows into one first.")
         return Source(name=name, files=(path,))
+    if files := sorted(Path(file) for file in glob.glob(str(path), recursive=True) if Path(file).is_file()):
+        return Source(name=name, files=tuple(files), summary=_count(list(map(str, files))))
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.%\[\]-]+){0,2}", name) or suffix_of(name) in READ:
         raise DataError(f"data {name}: no such file or folder. Give a path that exists, or leave --data out.")
     return _hub_dataset(name)
@@ -220,7 +223,7 @@ def _folder(name: str, path: Path) -> Source:
     # Files of data come first among those that are left out; a hidden folder such as .git counts as one.
     others = [n for n in (*data, *every) if n not in training]
     excluded = dict.fromkeys(next((part for part in Path(n).parts if part.startswith(".")), n) for n in others)
-    summary = f"{len(training):,} file{'s' * (len(training) > 1)}{split and f' of the split {split}'} ({_list_names(training)})"
+    summary = _count(training, split and f" of the split {split}")
     return Source(
         name=name,
         files=tuple(path / n for n in training),
@@ -288,6 +291,10 @@ def _is_description(name: str) -> bool:
     """Return whether a file describes data and does not count as data where there are other files."""
     file, text = Path(name).name, suffix_of(name) in ("", *TEXT)
     return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
+
+
+def _count(names: Sequence[str], what: str = "") -> str:
+    return f"{len(names):,} file{'s' * (len(names) > 1)}{what} ({_list_names(names)})"
 
 
 def _list_names(names: Iterable[str]) -> str:
