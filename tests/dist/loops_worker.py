@@ -449,7 +449,8 @@ def trainer(folder: str, sharding: str, count: int) -> Any:
     own_group(sharding, count)
     saved = (
         dict(os.environ),
-        (PartialState.__init__, AcceleratorState.__init__, accelerate.accelerator.Accelerator.prepare),
+        (PartialState.__init__, AcceleratorState.__init__),
+        {name: getattr(accelerate.Accelerator, name) for name in ("prepare", "backward", "clip_grad_norm_")},
     )
     os.environ.update(launched, TOOLKIT_RUN_DIR=str(place))
     upstream.made_by_toolkit = False
@@ -458,7 +459,13 @@ def trainer(folder: str, sharding: str, count: int) -> Any:
         plain_accelerate._distribute(accelerate.accelerator)
         exec((SCRIPTS / "trainer.py").read_text(), spaces)
         spaces["Trainer"] = partial(spaces["Trainer"], callbacks=[tk.AuditCallback(), tk.AuditCallback()])
-        kind, losses, model, optimizer = spaces["main"](folder, str(place))
+        kind, losses, model, optimizer, its_accelerator = spaces["main"](folder, str(place))
+        clips = ""
+        if sharding.startswith("zero"):
+            try:
+                its_accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            except tk.StrategyError as error:
+                clips = str(error)
         os.environ |= {"TOOLKIT_STRATEGY": "{}", "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "false"}
         try:
             said = str(tk.audit(model, optimizer).engine)
@@ -466,7 +473,9 @@ def trainer(folder: str, sharding: str, count: int) -> Any:
             said = str(error)
     finally:
         upstream.made_by_toolkit = True
-        (PartialState.__init__, AcceleratorState.__init__, accelerate.accelerator.Accelerator.prepare) = saved[1]
+        PartialState.__init__, AcceleratorState.__init__ = saved[1]
+        for name, function in saved[2].items():
+            setattr(accelerate.Accelerator, name, function)
         os.environ.clear()
         os.environ.update(saved[0])
         if sharding.startswith("zero"):
@@ -477,7 +486,7 @@ def trainer(folder: str, sharding: str, count: int) -> Any:
         ranks.reset()
     audited = json.loads((place / "logs/audit.json").read_text())
     logged = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
-    return {"kind": kind, "losses": losses, "said": said, "audited": audited, "logged": logged}
+    return {"kind": kind, "losses": losses, "said": said, "audited": audited, "logged": logged, "clips": clips}
 
 
 def own(folder: str, sharding: str, count: int) -> dict[str, Any]:

@@ -189,6 +189,8 @@ def test_a_trainer_of_transformers_is_sharded_as_launched_and_audited(found: dic
         assert result["kind"] == kinds.get(sharding, "DeepSpeedEngine")
         assert result["audited"] == {"sharding": sharding, "engine": result["kind"], "ranks": ranks}
         assert [line["loss"] for line in result["logged"]] == result["losses"]
+        clips = "this loop clips the gradient norm at 0.5, and DeepSpeed at 1" in result["clips"]
+        assert clips == sharding.startswith("zero"), (sharding, result["clips"])
         if sharding in ("none", "ddp"):
             assert result["said"] == result["kind"]
         else:

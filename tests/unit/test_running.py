@@ -82,7 +82,7 @@ def test_a_refused_resume_is_no_success(
     note_launch(run, Target(kind="script", name="mine.py"))
     again = tk.resume(run.path, steps=7, restarts=2)
     with pytest.raises(
-        RunError, match=r"--restarts, --steps: only the recipe takes such flags, and .* is a run of mine"
+        RunError, match=r"--steps, --restarts: only the recipe takes such flags, and .* is a run of mine"
     ):
         again.wait(60, progress=False)
     assert (again.status, tk.attach(run.path).status) == ("failed", "finished")

@@ -44,7 +44,7 @@ def forecast(flags: argparse.Namespace) -> Result:
     from toolkit.forecasting import forecast
     from toolkit.forecasting.diffs import diff_forecasts
     from toolkit.forecasting.memory_advice import changed
-    from toolkit.forecasting.side_by_side import side_by_side
+    from toolkit.forecasting.usual_shardings import side_by_side
     from toolkit.models import describe
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
-from toolkit.core.errors import NotFinite, StrategyError, StrategyMismatch
+from toolkit.core.errors import NotFinite, RunError, StrategyError, StrategyMismatch, ToolkitError
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.adapters import keep_packing
@@ -311,9 +311,25 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
         optimizer.step = MethodType(step, optimizer)
 
-    def load_state(self, *args: Any, **options: Any) -> None:
-        """Load as Accelerate does."""
-        super().load_state(*args, **options)
+    def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
+        """Load as Accelerate does.
+
+        Raises:
+            RunError: for a folder that cannot be loaded under this sharding.
+        """
+        from torch.distributed.checkpoint import CheckpointException
+
+        try:
+            super().load_state(input_dir, *args, **options)
+        except ToolkitError:
+            raise
+        except (Exception, CheckpointException) as error:  # whatever an engine's reader raises for another one's files
+            reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+            raise RunError(
+                f"load_state cannot load {input_dir or 'the last state'} under sharding {self.job.strategy.sharding!r}: "
+                f"{reason[:200]}. What save_state wrote loads under the same sharding and model alone; toolkit export makes a "
+                "model of it."
+            ) from error
         self._versions.clear()
 
     def _check_written(self) -> None:
@@ -418,10 +434,12 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             return self._clip_given(parameters, max_norm or math.inf)
         ids = set(map(id, parameters))
         if max_norm not in (limit, limit or math.inf) or float(norm_type) != 2:
+            clips = (
+                f"the job clips the L2 norm at {limit:g} on every engine" if limit else "DeepSpeed has stepped already"
+            )
             raise StrategyError(
-                f"clip_grad_norm_ got max_norm {max_norm:g} (norm_type {float(norm_type):g}), and the job clips the L2 "
-                f"norm at {limit:g} on every engine. Give tk.TrainConfig(max_grad_norm={max_norm:g}), or call it "
-                f"with {limit:g}."
+                f"clip_grad_norm_ got max_norm {max_norm:g} (norm_type {float(norm_type):g}), and {clips}. Give "
+                f"tk.TrainConfig(max_grad_norm={max_norm:g}){f', or call it with {limit:g}' if limit else ''}."
             )
         owners = {optimizer: {id(p) for p in self._parameters_of(optimizer)} for optimizer in self._optimizers}
         selection = {optimizer: own for optimizer, own in owners.items() if own & ids} or owners

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
 from toolkit.engines import upstream
 from toolkit.engines.deepspeed.state import free_builds
 from toolkit.engines.job import Job, resolve
 from toolkit.engines.records import Prepared
 from toolkit.engines.timeouts import pg_timeout
+from toolkit.run_folder.run_json import read_run_json
+from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.model_checks import check_adapter
 from toolkit.training.preparation import Audit, models_and_optimizers
 from toolkit.training.preparation import audit as audit_prepared
@@ -116,7 +122,7 @@ class _OnImport(MetaPathFinder):
     def __init__(self) -> None:
         self._changes: dict[str, Callable[[ModuleType], None]] = {
             "accelerate.accelerator": _distribute,
-            "transformers.trainer": lambda module: module.DEFAULT_CALLBACKS.append(AuditCallback),
+            "transformers.trainer": _follow_trainer,
         }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -130,12 +136,32 @@ class _OnImport(MetaPathFinder):
         return spec
 
 
+def _follow_trainer(module: Any) -> None:
+    """Audit each Trainer, and let `toolkit resume` go on from the last checkpoint that the run itself has written."""
+    module.DEFAULT_CALLBACKS.append(AuditCallback)
+    upstream_train = module.Trainer.train
+
+    @functools.wraps(upstream_train)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        if not resume_from_checkpoint and (path := os.environ.get(RUN_DIR)):
+            attempts = read_run_json(Path(path)).get("attempts", ())
+            started = datetime.fromisoformat(attempts[0]["started"]).timestamp() if len(attempts) > 1 else math.inf
+            last = module.get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
+            if last and os.path.getmtime(last) >= started:
+                print(f"resume: the Trainer goes on from {last}", file=sys.stderr)
+                resume_from_checkpoint = last
+        return upstream_train(self, resume_from_checkpoint, *args, **options)
+
+    module.Trainer.train = train
+
+
 def _distribute(module: Any) -> None:
     """Let Accelerate distribute over CPU ranks, and audit what it prepares.
 
     Without `cpu=True` it takes each CPU rank for a run of its own, and with it ignores plugins (accelerate 1.15, state.py).
     """
     _audit_every_prepare(module)
+    _check_clipping(module.Accelerator)
     _limit_collectives()
     if hardware().device.kind != "cpu" or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
@@ -195,3 +221,36 @@ def _audit_every_prepare(module: Any) -> None:
         return result
 
     module.Accelerator.prepare = prepare
+
+
+def _check_clipping(kind: Any) -> None:
+    """Refuse a loop that clips otherwise than DeepSpeed, which steps in `backward`, before the loop's call."""
+    clip, backward = kind.clip_grad_norm_, kind.backward
+    unclipped: set[int] = set()
+    """Accelerators of which the loop has not clipped since the last step."""
+
+    def check(accelerator: Any, norm: float) -> None:
+        wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        limit = norm if wrapper is None or hasattr(accelerator, "job") else wrapper.engine.gradient_clipping()
+        if norm not in (limit, limit or math.inf):
+            raise StrategyError(
+                f"this loop clips the gradient norm at {norm:g}, and DeepSpeed at {limit:g}, in accelerator.backward. Start it "
+                f"with ACCELERATE_GRADIENT_CLIPPING={norm:g}, or write "
+                f"tk.accelerator(train_config=tk.TrainConfig(max_grad_norm={norm:g}))."
+            )
+
+    @functools.wraps(clip)
+    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, *args: Any, **options: Any) -> Any:
+        unclipped.discard(id(self))
+        check(self, float(max_norm))
+        return clip(self, parameters, max_norm, *args, **options)
+
+    @functools.wraps(backward)
+    def checked_backward(self: Any, *args: Any, **options: Any) -> Any:
+        if id(self) in unclipped:
+            check(self, 0.0)
+        if self.sync_gradients:
+            unclipped.add(id(self))
+        return backward(self, *args, **options)
+
+    kind.clip_grad_norm_, kind.backward = clip_grad_norm_, checked_backward

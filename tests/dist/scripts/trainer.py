@@ -31,4 +31,4 @@ def main(folder, output_dir):
     trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(folder), args=args, train_dataset=Rows())
     trainer.train()
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return type(trainer.model_wrapped).__name__, found, trainer.model_wrapped, trainer.optimizer
+    return type(trainer.model_wrapped).__name__, found, trainer.model_wrapped, trainer.optimizer, trainer.accelerator
