@@ -317,7 +317,7 @@ class UniformLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         Raises:
             RunError: for a folder that cannot be loaded under this sharding.
         """
-        from torch.distributed.checkpoint import CheckpointException
+        from torch.distributed.checkpoint.api import CheckpointException
 
         try:
             super().load_state(input_dir, *args, **options)
