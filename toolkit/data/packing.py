@@ -171,10 +171,9 @@ def _row_columns(row: _Row, packed: bool, seq_len: int, pad: int) -> tuple[Colum
     # What is left of the row counts as one more document.
     positions = np.concatenate([np.arange(size) for size in (*(len(piece.ids) for piece in row.pieces), row.left)])
     labels = np.where(trained & (positions[: len(ids)] > 0), ids, IGNORED)
+    name, last = ("position_ids", positions) if packed else ("attention_mask", np.ones_like(ids))
     columns = {"input_ids": _filled(ids, seq_len, pad), "labels": _filled(labels, seq_len, IGNORED)}
-    if packed:
-        return {**columns, "position_ids": positions.astype(np.int32)}, len(ids)
-    return {**columns, "attention_mask": _filled(np.ones_like(ids), seq_len, 0)}, len(ids)
+    return {**columns, name: _filled(last, seq_len, 0)}, len(ids)
 
 
 def _pair_columns(source: Sequence[int], target: Sequence[int], seq_len: int, pad: int) -> tuple[Columns, int]:

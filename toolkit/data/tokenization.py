@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from operator import itemgetter
@@ -26,8 +26,8 @@ from toolkit.data.files import Document
 from toolkit.data.ingestion import Contents, cached_documents
 from toolkit.models.chat_template import ChatTemplate, Rendered
 
-BATCH = 64
-"""Texts that are given to the tokenizer at once: it works on them in parallel."""
+BATCH, BATCH_CHARACTERS = 256, 2**19
+"""Texts that are given to the tokenizer at once end at either: it takes some 160 bytes for each character."""
 
 _TRIMS = b'"trim_offsets":true'
 """In the state of a post-processor: offsets without the whitespace of a token."""
@@ -80,11 +80,12 @@ class Encoder:
         """
         chat = not self.seq2seq and bool(self.template or self.tokenizer.chat_template)
         for kind, alike in groupby((document.resolve(chat) for document in documents), lambda each: each.kind):
-            while some := list(islice(alike, BATCH)):
-                if kind == "prompt" and self.seq2seq:
+            if kind == "prompt" and self.seq2seq:
+                while some := list(islice(alike, BATCH)):
                     yield from self._pairs(some)
-                else:
-                    yield from self._encode(list(map(self._render, some)), special=kind != "messages")
+            else:
+                for texts in _batches(map(self._render, alike)):
+                    yield from self._encode(texts, special=kind != "messages")
 
     def _render(self, document: Document) -> Rendered:
         content, where = document.content, document.where
@@ -99,8 +100,7 @@ class Encoder:
 
     def _tokens(self, texts: list[str], special: bool) -> Any:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
-        options = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
-        return self._tokenizer(texts, **options)
+        return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -140,8 +140,9 @@ class Encoder:
         )
         for document, prompt, completion in zip(documents, prompts, map(self._with_eos, completions), strict=True):
             trained = [not self.mask_prompts] * len(prompt) + [True] * len(completion)
-            places: dict[str, Any] = {"split": len(prompt), "where": document.where}
-            yield Encoded(ids=prompt + completion, trained=trained, atomic=True, **places)
+            yield Encoded(
+                ids=prompt + completion, trained=trained, atomic=True, split=len(prompt), where=document.where
+            )
 
     def _chat_template(self, document: Document) -> ChatTemplate:
         if self.seq2seq:
@@ -163,6 +164,19 @@ class Encoder:
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
         return {}
+
+
+def _batches(texts: Iterator[Rendered]) -> Iterator[list[Rendered]]:
+    batch: list[Rendered] = []
+    size = 0
+    for each in texts:
+        batch.append(each)
+        size += len(each.text)
+        if len(batch) == BATCH or size > BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _token_ranges(rendered: Rendered, encoding: Any) -> Iterator[tuple[int, int]]:
@@ -279,15 +293,8 @@ def _encode(number: int) -> list[Encoded]:
 
     contents, encoder = _work
     return [
-        Encoded(
-            ids=np.asarray(document.ids, np.int32),  # type: ignore[arg-type]
-            trained=np.asarray(document.trained, bool),  # type: ignore[arg-type]
-            atomic=document.atomic,
-            split=document.split,
-            where=document.where,
-            remarks=document.remarks,
-        )
-        for document in encoder.encode(cached_documents(contents, number))
+        replace(each, ids=np.asarray(each.ids, np.int32), trained=np.asarray(each.trained, bool))  # type: ignore[arg-type]
+        for each in encoder.encode(cached_documents(contents, number))
     ]
 
 
