@@ -123,6 +123,7 @@ def preview(
     from toolkit.models.hf_loading import load_tokenizer
 
     config = dataclasses.replace(run_config or RunConfig(), **fields)
+    seq_len = TrainConfig(seq_len=seq_len).seq_len  # which checks it
     findings = Findings()
     reading = {name: getattr(config, name) for name in ("text_column", "columns", "data_format")}
     sources = [find_source(name) for name, _ in split_weights(data)]

@@ -210,7 +210,7 @@ def test_stopped_while_it_reads_data(number: str, code: int, tmp_path: Path) -> 
     (tmp_path / "data.txt").write_bytes(b"a\n" * 30_000_000)
     environ = environment(XDG_CACHE_HOME=str(cache))
     started = shell("train", "--data", str(tmp_path / "data.txt"), cwd=work, env=environ)
-    until(lambda: list(cache.glob("*/documents/.reading-*")), what="reading", alive=started)
+    until(lambda: list(cache.glob("*/documents/.*/documents.arrow")), what="reading", alive=started)
     started.send_signal(getattr(signal, number))
     out, err = started.communicate(timeout=60)
     assert started.returncode == code, err

@@ -23,6 +23,7 @@ from toolkit.cli.parser import parse
 from toolkit.core.errors import DataError
 from toolkit.data import readers
 from toolkit.data.files import Document, Findings, documents
+from toolkit.data.formats import find_format
 
 
 @pytest.fixture(autouse=True)
@@ -508,3 +509,46 @@ def test_conversations_without_an_assistant_are_refused_where_prompts_are_masked
         DataError, match=r"no trained turn .*roles: 'alice' in 1.*Name its roles 'user' and 'assistant'"
     ):
         data.prepare_data(path, Tokenizer(), spec, seq_len=8, packing=False)
+
+
+USER = {"role": "user", "content": "q"}
+
+
+def called(arguments: object) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "right"),
+    [
+        ({"role": "assistant", "reasoning": "r", "content": "4"}, {"reasoning_content": "r", "content": "4"}),
+        ({"text": "raw", "role": "assistant", "content": "edited"}, {"content": "edited"}),
+        ({"role": "assistant", "content": None, "text": "x"}, {"content": "x"}),
+        ({"from": "gpt", "function_call": {"name": "f", "parameters": {"x": 1}}}, called({"x": 1})),
+        ({"from": "gpt", "function_call": {"name": "f", "arguments": "{}"}}, called({})),
+        ({"from": "gpt", "function_call": {"name": "f", "arguments": "{ }"}}, called({})),
+        ({"from": "gpt", "function_call": {"name": "f"}}, called({})),
+        ({"from": "Function_Call", "value": '{"name": "f", "arguments": {"x": 1}}'}, called({"x": 1})),
+        ({"from": "function_call", "value": '[{"name": "f"}]'}, called({})),
+    ],
+)
+def test_a_message_is_what_its_fields_say(message: dict[str, Any], right: dict[str, Any]) -> None:
+    found = find_format(["messages"], "auto", {})
+    kind, content = found.document({"messages": [USER, message]})
+    (_, answer) = content["messages"]
+    assert (kind, answer["role"]) == ("messages", "assistant")
+    assert {name: answer[name] for name in right} == right
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        (["instruction", "output"], {"instruction": "q", "output": "a", "system_prompt": "Be brief"}),
+        (["prompt", "response", "system"], {"prompt": "q", "response": "a", "system": "Be brief"}),
+    ],
+)
+def test_a_system_text_of_any_row_is_kept(columns: list[str], row: dict[str, Any]) -> None:
+    kind, content = find_format(columns, "auto", {}).document(row)
+    assert kind == "turns"
+    assert content["messages"][0] == {"role": "system", "content": "Be brief"}

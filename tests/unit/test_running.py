@@ -209,7 +209,7 @@ def test_lines_of_ones_own(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_progress(rank.parent).steps == 9
 
 
-def test_steps_of_ones_own_loop_are_counted_until_it_logs(rank: Path) -> None:
+def test_steps_of_ones_own_loop_are_counted_until_it_logs(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.config.strategy import Strategy
     from toolkit.training.setup import accelerator
 
@@ -226,6 +226,9 @@ def test_steps_of_ones_own_loop_are_counted_until_it_logs(rank: Path) -> None:
     assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, None), (2, None), (3, 0.5)]
     steps = list(atomic_io.read_events(rank))
     assert [sections._is_counted(step) for step in steps] == [True, True, False]
+    monkeypatch.setattr(run_log, "_times", {})  # a resumed run's first step takes nothing from what was logged
+    run_log.count_step()
+    assert [line["step"] for line in atomic_io.read_events(rank)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("status", "known"), [("running", False), ("stopped", True), ("finished", True)])

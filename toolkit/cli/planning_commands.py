@@ -98,7 +98,7 @@ def preview(flags: argparse.Namespace) -> Result:
     from toolkit.config.run_config import RunConfig
     from toolkit.data_preview import preview
 
-    seq_len = flags.seq_len or TrainConfig().seq_len
+    seq_len = read(TrainConfig, flags).seq_len
     return preview(flags.model, flags.data, run_config=read(RunConfig, flags), seq_len=seq_len)
 
 

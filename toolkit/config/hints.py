@@ -38,6 +38,7 @@ lora_r lora_dim: --lora-rank {}
 lora_target_modules lora_target target_modules: --lora-targets {}
 gradient_checkpointing use_gradient_checkpointing: --activation-checkpointing full
 max_seq_length max_seq_len max_length sequence_len cutoff_len model_max_length block_size: --seq-len {}
+sample_packing=false sample_packing=no sample_packing=0 pack=false: --no-packing
 sample_packing pack: --packing
 dataset datasets dataset_name dataset_path data_path train_file train_data: --data {}
 validation_file eval_dataset eval_file val_data valid_data: --eval-data {}
@@ -72,6 +73,7 @@ attn_implementation: --attention {}
 use_flash_attention_2 flash_attention flash_attn use_flash_attn flash_attention_2: --attention flash_attention_2
 random_seed data_seed: --seed {}
 train_on_inputs: --no-mask-prompts
+completion_only_loss=false assistant_only_loss=false train_on_responses_only=false: --no-mask-prompts
 train_on_inputs=false completion_only_loss assistant_only_loss train_on_responses_only: --mask-prompts
 dataloader_num_workers num_workers: --workers {}
 tokenizer_name tokenizer tokenizer_name_or_path: leave it out, since the model's own tokenizer is used

@@ -14,8 +14,8 @@ from toolkit.data.readers import check_size
 SYSTEM = {"system?": "system system_prompt"}
 
 FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "prompt-completion": ("prompt", {"prompt": "prompt", "completion": "completion"}),
-    "prompt-response": ("prompt", {"prompt": "prompt", "completion": "response"}),
+    "prompt-completion": ("prompt", {"prompt": "prompt", "completion": "completion", **SYSTEM}),
+    "prompt-response": ("prompt", {"prompt": "prompt", "completion": "response", **SYSTEM}),
     "messages": ("messages", {"messages": "messages conversation dialogue dialog chat turns", "tools?": "tools", **SYSTEM}),
     "sharegpt": ("messages", {"messages": "conversations", "tools?": "tools", **SYSTEM}),
     "alpaca": ("turns", {"prompt": "instruction", "completion": "output", "input?": "input", **SYSTEM}),
@@ -47,7 +47,7 @@ FIELDS |= {
     "thinking": "reasoning_content",
     "function_call": "tool_calls",
 }
-FIELDS |= {"train": "weight", "training": "weight"}
+FIELDS |= {"train": "weight", "training": "weight", "reasoning": "reasoning_content"}
 """Names of a message's fields → the templates' names."""
 
 TYPES = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}
@@ -73,6 +73,9 @@ class Format:
         for field, column in self.columns.items():
             if column not in check(row, dict, "the row") and field[-1] != "?":
                 raise missing_column(column, row)
+            spelled = FORMATS[self.name][1][field].split()
+            if field[-1] == "?" and column in spelled:  # rows may spell an optional field in several ways
+                column = next((each for each in spelled if row.get(each)), column)
             value, what = row.get(column), f"column {column!r}"
             if field == "messages" or (self.kind == "prompt" and isinstance(value, list)):
                 value = _messages(value, what)
@@ -81,8 +84,9 @@ class Format:
             elif field[-1] != "?" or value:
                 check(value, str, what)
             values[field.strip("?")] = value
-        if self.kind == "text" or (self.kind == "prompt" and all(isinstance(value, str) for value in values.values())):
-            return self.kind, values
+        texts = all(isinstance(value, str) for name, value in values.items() if name != "system")
+        if self.kind == "text" or (self.kind == "prompt" and texts and not values.get("system")):
+            return self.kind, {name: value for name, value in values.items() if name != "system"}
         if self.kind != "messages":
             prompt, answer = values["prompt"], values["completion"]
             text = f"{prompt}\n\n{values['input']}" if values.get("input") else prompt
@@ -97,7 +101,7 @@ class Format:
         elif system and first.get("content") != system:
             raise DataError("has a system text in a column and another in its messages. Keep one of them.")
         content = {name: values[name] for name in ("messages", "tools") if values.get(name)}
-        return "turns" if self.kind == "turns" else "messages", content
+        return "turns" if self.kind == "turns" or (self.kind == "prompt" and texts) else "messages", content
 
 
 def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, str]) -> Format:
@@ -173,17 +177,21 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     ):
         return {"role": value["role"], "content": check(value["content"], str, name)}
     message: dict[str, Any] = {}
-    for key, item in value.items():
-        if (field := FIELDS.get(key.strip().casefold())) and (item is not None or field == "content"):
-            message.setdefault(field, item)
+    for key, item in sorted(
+        value.items(), key=lambda pair: pair[0] not in FIELDS.values()
+    ):  # templates' own names count
+        field = FIELDS.get(key.strip().casefold())
+        if field and message.get(field) is None and (item is not None or field == "content"):
+            message[field] = item
     if missing := [field for field in ("role", "content") if field not in message and "tool_calls" not in message]:
         raise DataError(f"{name} lacks {' and '.join(map(repr, missing))}. Correct or remove the row.")
     role = check(message.get("role"), str, f"{name}'s 'role'")
     message["role"] = ROLES.get(role.strip().casefold(), role)
-    if role == "function_call":
-        message["tool_calls"] = [message.pop("content", None)]
+    if role.strip().casefold() == "function_call":
+        message["tool_calls"] = message.pop("content", None)
     if calls := message.pop("tool_calls", None):
-        calls = [calls] if isinstance(calls, dict) else _parsed(calls, list, f"{name}'s 'tool_calls'")
+        calls = _parsed(calls, list | dict, f"{name}'s 'tool_calls'")
+        calls = [calls] if isinstance(calls, dict) else calls
         message["tool_calls"] = [_tool_call(call, name) for call in calls]
     content = message.pop("content", None)
     if isinstance(content, list):
@@ -212,21 +220,21 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
     function = _parsed(call.get("function", call), dict, f"{name}'s function")
     if not isinstance(function.get("name"), str):
         raise DataError(f"{name} has a call without the name of its function. Correct or remove the row.")
-    arguments = function.get("arguments") or {}
-    arguments = arguments if arguments in ({}, "{}") else _parsed(arguments, dict, f"{name}'s 'arguments'")
+    arguments = function.get("arguments", function.get("parameters")) or "{}"
+    arguments = _parsed(arguments, dict, f"{name}'s 'arguments'", empty=True)
     call = {"id": call["id"]} if call.get("id") else {}
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _parsed(value: Any, kind: Any, what: str) -> Any:
-    """Return a list or an object, which may be written as a string of JSON."""
+def _parsed(value: Any, kind: Any, what: str, empty: bool = False) -> Any:
+    """Return a list or an object, which may be written as a string of JSON. `empty`: it may have no element."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value, object_pairs_hook=unique_names)
         except (ValueError, RecursionError) as error:
             problem = f"is a string that is not JSON ({error}): {shorten_value(value)}"
             raise DataError(f"{what} {problem}. Write it with json.dumps.") from error
-    return check(value, kind, what)
+    return value if empty and isinstance(value, kind) else check(value, kind, what)
 
 
 def _is_text(value: Any) -> bool:
@@ -236,8 +244,9 @@ def _is_text(value: Any) -> bool:
 def check(value: Any, kind: Any, what: str) -> Any:
     """Return `value` if it is of this type and not empty."""
     if not (_is_text(value) if kind is str else isinstance(value, kind) and value):
-        actual = "empty" if isinstance(value, kind) else TYPES.get(type(value).__name__, repr(value))
-        expected = f"{TYPES[kind.__name__]}{' that is not empty' * (kind is not dict)}"
+        actual = "empty" if isinstance(value, kind) else TYPES.get(type(value).__name__, shorten_value(value))
+        names = " or ".join(TYPES[each.__name__] for each in getattr(kind, "__args__", (kind,)))
+        expected = f"{names}{' that is not empty' * (kind is not dict)}"
         raise DataError(f"{what} is {actual}, expected {expected}. Correct or remove the row.")
     if kind is str:
         check_size(len(value), what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def find_source(source: str | Path | None) -> Source:
 
 def split_weights(source: str | Path | None) -> list[tuple[str | Path | None, float]]:
     """Return the sources in a `--data` value with their weights: `a.jsonl,b.parquet:0.3`."""
-    if source is None or expand_user(source).exists():
+    if source is None or os.path.exists(expand_user(source)):  # a name too long for a file is none
         return [(source, 1.0)]
     parts: list[tuple[str | Path | None, float]] = []
     for part in filter(None, str(source).split(",")):

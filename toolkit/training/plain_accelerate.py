@@ -143,13 +143,15 @@ def _follow_trainer(module: Any) -> None:
 
     @functools.wraps(upstream_train)
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        if not resume_from_checkpoint and (path := os.environ.get(RUN_DIR)):
+        if resume_from_checkpoint is None and (path := os.environ.get(RUN_DIR)):
             attempts = read_run_json(Path(path)).get("attempts", ())
             started = datetime.fromisoformat(attempts[0]["started"]).timestamp() if len(attempts) > 1 else math.inf
-            last = module.get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
-            if last and os.path.getmtime(last) >= started:
-                print(f"resume: the Trainer goes on from {last}", file=sys.stderr)
-                resume_from_checkpoint = last
+            # `trainer_state.json` is written last: a folder without it is one that a kill has cut off.
+            states = Path(self.args.output_dir).glob("checkpoint-*/trainer_state.json")
+            times = {path: path.stat().st_mtime for path in states if path.stat().st_mtime >= started}
+            if times:
+                resume_from_checkpoint = str(max(times, key=lambda path: times[path]).parent)
+                print(f"resume: the Trainer goes on from {resume_from_checkpoint}", file=sys.stderr)
         return upstream_train(self, resume_from_checkpoint, *args, **options)
 
     module.Trainer.train = train

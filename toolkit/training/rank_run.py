@@ -219,9 +219,10 @@ class RankRun:
         return not on_any_rank(any(line["step"] == self.start for line in lines))
 
     def _eval_losses(self) -> list[float]:
-        """Return the losses of all evaluations so far. Rank 0 has them."""
+        """Return the losses of all evaluations so far, infinite where one was not finite. Rank 0 has them."""
         events = read_events(self.folder.events) if self.accelerator.is_main_process else []
-        return [line["eval_loss"] for line in events if "eval_loss" in line]
+        losses = (line["eval_loss"] for line in events if "eval_loss" in line)
+        return [math.inf if loss is None else loss for loss in losses]
 
     def ends_early(self) -> bool:
         """Return whether the last `early_stop` evaluations had no lower loss. A collective."""
@@ -258,7 +259,9 @@ class RankRun:
         if self.config.tracker:
             self.accelerator.log({"eval_loss": loss}, step=step)
         self.accelerator.print(f"step {step}: evaluation loss {loss:.4f}")
-        if self.config.save_best and on_any_rank(loss == min(self._eval_losses(), default=math.nan)):
+        if self.config.save_best and on_any_rank(
+            math.isfinite(loss) and loss == min(self._eval_losses(), default=math.nan)
+        ):
             self.beat.note("save")
             with self.window.saving("checkpoint"):
                 save(prepared, tokenizer, self.folder.best)

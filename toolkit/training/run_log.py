@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.core.atomic_io import append_line, cut_events
+from toolkit.core.atomic_io import append_line, cut_events, last_step
 from toolkit.core.errors import ToolkitError
 from toolkit.run_folder.run_lock import RUN_DIR
 
@@ -19,7 +19,7 @@ OURS = ("bytes", "attempt", "samples", "skipped")
 
 _STARTED = time.perf_counter()
 _times: dict[str, float] = {}
-"""When `log` was called and a line was written last; steps that were counted."""
+"""When `log` was called and a step was counted last; steps that were counted."""
 
 
 def log(step: int, *, steps: int | None = None, **values: float) -> None:
@@ -45,27 +45,31 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
         step = operator.index(step)
     except TypeError:
         raise ToolkitError(f"log: step {step!r} is not a whole number. Count steps from 1.") from None
-    first, _times["log"] = "log" not in _times, time.perf_counter()
-    _write({"step": step} | ({} if steps is None else {"steps": steps}) | figures, first=first)
+    if (events := _events()) is None:
+        return
+    now = time.perf_counter()
+    if "log" not in _times:
+        cut_events(events, step - 1)
+    seconds, _times["log"] = now - _times.get("log", _STARTED), now
+    append_line(events, {"step": step, "seconds": seconds} | ({} if steps is None else {"steps": steps}) | figures)
 
 
 def count_step() -> None:
     """Count a step of a user's own loop, as a line without figures, until the loop gives its own with `log`."""
-    if "log" not in _times:
-        _times["count"] = _times.get("count", 0) + 1
-        _write({"step": int(_times["count"]), "loss": None}, first=_times["count"] == 1)
-
-
-def _write(event: dict[str, Any], first: bool) -> None:
-    """Add a line with the seconds since the last one. The first drops an earlier attempt's lines from its step on."""
-    path = os.environ.get(RUN_DIR)
-    if path is None or os.environ.get("RANK", "0") != "0":
+    if "log" in _times or (events := _events()) is None:
         return
-    now, events = time.perf_counter(), Path(path, "events.jsonl")
-    if first:
-        cut_events(events, event["step"] - 1)
-    seconds, _times["line"] = now - _times.get("line", _STARTED), now
-    append_line(events, {"step": event["step"], "seconds": seconds} | event)
+    now = time.perf_counter()
+    if "steps" not in _times:  # an earlier attempt's lines stay: which step the loop went on from, it alone knows
+        _times["steps"] = last_step(events) if events.exists() else 0
+    _times["steps"] += 1
+    seconds, _times["counted"] = now - _times.get("counted", _STARTED), now
+    append_line(events, {"step": int(_times["steps"]), "seconds": seconds, "loss": None})
+
+
+def _events() -> Path | None:
+    """Return the file of this process's lines; None where it writes none."""
+    path = os.environ.get(RUN_DIR)
+    return None if path is None or os.environ.get("RANK", "0") != "0" else Path(path, "events.jsonl")
 
 
 def _number(name: str, value: Any) -> float:
