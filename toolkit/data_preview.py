@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ def preview(
     findings = Findings()
     reading = {name: getattr(config, name) for name in ("text_column", "columns", "data_format")}
     sources = [find_source(name) for name, _ in split_weights(data)]
-    sample, complete = _sample(chain.from_iterable(documents(each, findings=findings, **reading) for each in sources))
+    sample, complete = _sample(_in_turn([documents(each, findings=findings, **reading) for each in sources]))
     quick = None if isinstance(model, ModelSpec) or config.trust_remote_code else _quick_spec(str(model))
     spec = model if isinstance(model, ModelSpec) else quick or resolve_spec(str(model), config.trust_remote_code)
     tokenizer = load_tokenizer(spec)
@@ -164,7 +164,11 @@ def preview(
             }
             for document in encoded
         ],
-        warnings=[*spell_remarks(counts.remarks, counts.documents), *filter(None, [findings.problem()])],
+        warnings=[
+            *findings.formats,
+            *spell_remarks(counts.remarks, counts.documents),
+            *filter(None, [findings.problem()]),
+        ],
         shown=shown,
     )
 
@@ -197,6 +201,16 @@ def _quick_spec(model: str) -> ModelSpec | None:
             empty: Any = dict.fromkeys(("parameters", "tied", "linears", "blocks", "attentions"), ())
             return ModelSpec(name=model, source=source, kind="causal", layers=0, hidden=0, heads=0, **facts, **empty)
     return None
+
+
+def _in_turn(sources: list[Iterator[Document]]) -> Iterator[Document]:
+    """Yield a document of each source in turn: a sample shows the formats and the errors of all."""
+    while sources:
+        for source in list(sources):
+            try:
+                yield next(source)
+            except StopIteration:
+                sources.remove(source)
 
 
 def _sample(documents: Iterator[Document]) -> tuple[list[Document], bool]:

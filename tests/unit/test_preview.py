@@ -46,7 +46,7 @@ def test_preview(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (result.format, result.counts["documents"], result.counts["complete"]) == ("messages", 4, True)
     assert [row["trained"] for row in result.rows] == [["import os<|im_end|>\n"]] * 4
     assert sum(result.lengths.values()) == 4
-    assert "4 of 4 documents: no end token is trained" in result.warnings[0]
+    assert "4 of 4 documents: no end token is trained" in result.warnings[1]
     assert "[import· os·<" in str(result)
     assert "<mark>import· os·&lt;" in result._repr_html_()
     assert 0 < result.counts["padding"] < 1
