@@ -367,7 +367,7 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(tmp_path: Path) -> 
     assert evaluations() == lines[: 2 * cut - 1]
     assert list_checkpoints(run / "checkpoints")[0].name == f"step-{cut:08d}"
     for name in ("data: 1 file (text.jsonl)", "eval_data: 1 file (held.jsonl)"):
-        assert f"\n{name}; left out: README.md\n" in out
+        assert f"\n{name}; left out: README.md; format text (text)\n" in out
     opened = (tmp_path / "opened").read_text().split()
     assert sorted(opened) == ["held.jsonl", "text.jsonl"], "read once by all processes"
     python("-m", "toolkit.cli", "resume", run, cwd=tmp_path, env=environment(tmp_path / "counting"), code=0)
