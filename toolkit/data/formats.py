@@ -39,15 +39,10 @@ ROLES = {spelled: role for role, names in _ROLES.items() for spelled in names.sp
 """A role, in lower case → the templates' name of it. Other roles are handed to the template as they are."""
 
 _FIELDS = "role content tool_calls name tool_call_id weight reasoning_content"
-FIELDS = {name: name for name in _FIELDS.split()}
-FIELDS |= {
-    "from": "role",
-    "value": "content",
-    "text": "content",
-    "thinking": "reasoning_content",
-    "function_call": "tool_calls",
-}
-FIELDS |= {"train": "weight", "training": "weight", "reasoning": "reasoning_content"}
+FIELDS = {name: name for name in _FIELDS.split()} | {
+    "from": "role", "value": "content", "text": "content", "function_call": "tool_calls", "train": "weight",
+    "training": "weight", "thinking": "reasoning_content", "reasoning": "reasoning_content",
+}  # fmt: skip
 """Names of a message's fields → the templates' names."""
 
 TYPES = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}
@@ -177,9 +172,8 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     ):
         return {"role": value["role"], "content": check(value["content"], str, name)}
     message: dict[str, Any] = {}
-    for key, item in sorted(
-        value.items(), key=lambda pair: pair[0] not in FIELDS.values()
-    ):  # templates' own names count
+    # The templates' own names come first: where a message has two names of a field, theirs counts.
+    for key, item in sorted(value.items(), key=lambda pair: pair[0] not in FIELDS.values()):
         field = FIELDS.get(key.strip().casefold())
         if field and message.get(field) is None and (item is not None or field == "content"):
             message[field] = item

@@ -40,13 +40,13 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
     Raises:
         ToolkitError: for a value that is not a number, and for a name that the toolkit uses.
     """
+    if (events := _events()) is None:
+        return  # before a tensor is read, which waits for the device
     figures = {name: _number(name, value) for name, value in values.items()}
     try:
         step = operator.index(step)
     except TypeError:
         raise ToolkitError(f"log: step {step!r} is not a whole number. Count steps from 1.") from None
-    if (events := _events()) is None:
-        return
     now = time.perf_counter()
     if "log" not in _times:
         cut_events(events, step - 1)
