@@ -66,8 +66,6 @@ class Engine(OptimizerStep):
     """Whether gradients are reduced after every micro-batch."""
     wraps_model = True
     """Whether `prepare` wraps the model in another class."""
-    separate_masters = False
-    """Whether mixed precision keeps masters of its own, which it makes from weights in the compute dtype."""
     needs_every_gradient = False
     """Whether each trained parameter needs a gradient in the backward that ends an accumulation."""
     scales_on_cpu = False
@@ -223,6 +221,10 @@ class Engine(OptimizerStep):
     def preparing(self, job: Job, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context around `accelerator.prepare`, in which weights that are still in the files are read."""
         return nullcontext()
+
+    def keeps_masters(self, job: Job) -> bool:
+        """Return whether it has masters of its own, which it makes from weights in the compute dtype."""
+        return False
 
     def after_prepare(self, prepared: Prepared) -> None:
         """Change the prepared model. Called for models from `toolkit.load` or `toolkit.prepare`."""

@@ -95,6 +95,15 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def from_main(value: T) -> T:
+    """Return rank 0's value on every rank. A collective."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [value]
+    broadcast_object_list(values, from_process=0)
+    return values[0]
+
+
 def meet(accelerator: Accelerator, call: str, advice: str) -> None:
     """Wait until every rank has come to this call. No rank is in a collective before all are there.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import EMBEDDED
 from toolkit.core.atomic_io import LIMIT, check_fields, expand_user, read_json, read_limited, shorten_value
-from toolkit.core.errors import ModelError, nearest
+from toolkit.core.errors import ModelError, nearest, value_or
 from toolkit.models.files import first_line, hub_file, local_folder
 from toolkit.models.remote_code import check_code, check_kernels, named_code
 from toolkit.models.spec import ModelSpec
@@ -135,19 +134,14 @@ def read_config(name: str, path: Path | None, trust: str | None = None, *, hub: 
 
 def _adapter_fix(folder: Path) -> str:
     """Return how to go on from an adapter's folder."""
-    base, moved = "", ""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        name = str(read_json(folder / "adapter_config.json")["base_model_name_or_path"])
-        base = f" over {name!r}"
-        moved = (
-            ""
-            if local_folder(name)
-            else f" {name!r} is not on this machine: give its present place in adapter_config.json."
-        )
+    base = value_or("", lambda: str(read_json(folder / "adapter_config.json")["base_model_name_or_path"]))
+    gone = bool(base) and local_folder(base) is None
+    moved = f" {base!r} is not on this machine: give its present place in adapter_config.json." if gone else ""
     return (
-        f"It is an adapter{base}, and training starts from whole weights. Merge it: `toolkit export RUN --merge -o FOLDER`, "
-        f"or of other tools `peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-        f".save_pretrained(FOLDER)` with the base's tokenizer.{moved} Then give FOLDER, and train a new adapter over it."
+        f"It is an adapter{f' over {base!r}' if base else ''}, and training starts from whole weights. Merge it: "
+        "`toolkit export RUN --merge -o FOLDER`, or of other tools "
+        f"`peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(FOLDER)` with the "
+        f"base's tokenizer.{moved} Then give FOLDER, and train a new adapter over it."
     )
 
 

@@ -24,7 +24,7 @@ from toolkit.engines.fused_experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
-from toolkit.engines.timeouts import on_main
+from toolkit.engines.timeouts import from_main, on_main
 from toolkit.models import NF4, ModelSpec
 from toolkit.models.hf_loading import (
     LONG,
@@ -166,8 +166,6 @@ class Reader:
 
     def read_on_main(self) -> PreTrainedModel:
         """Read on rank 0. The other ranks get the same modules, with shapes and almost no memory. A collective."""
-        from accelerate.utils import broadcast_object_list
-
         models: list[PreTrainedModel] = []
 
         def read() -> dict[str, str]:
@@ -176,15 +174,14 @@ class Reader:
             return {name: dtype_name(parameter.dtype) for name, parameter in models[0].named_parameters()}
 
         dtypes = on_main(self.accelerator, read)
-        buffers = [persistent_buffers(models[0]) if models else {}]
-        broadcast_object_list(buffers, from_process=0)
+        buffers = from_main(persistent_buffers(models[0]) if models else {})
         if models:
             return models[0]
         model = self._build_empty()
         for name, parameter in model.named_parameters():
             element = parameter.data[(0,) * parameter.dim()].to(_dtype(dtypes[name]))
             parameter.data = element.expand(parameter.shape)
-        for name, buffer in buffers[0].items():
+        for name, buffer in buffers.items():
             set_tensor(model, name, buffer.cpu())
         return model
 

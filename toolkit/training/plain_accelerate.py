@@ -51,7 +51,7 @@ def audit(model: Any, optimizer: Any) -> Audit:
     from accelerate.utils import extract_model_from_parallel
 
     for owner in AcceleratorState._shared_state.get("owners", ()):
-        if model in owner._prepared:
+        if model in owner.prepared:
             return audit_prepared(Prepared(owner.job, model, optimizer, owner))
     state = PartialState()
     accelerator: Any = SimpleNamespace(
@@ -119,17 +119,10 @@ def on_launch() -> None:
 class _OnImport(MetaPathFinder):
     """Changes libraries right after a script has imported them."""
 
-    def __init__(self) -> None:
-        self._changes: dict[str, Callable[[ModuleType], None]] = {
-            "accelerate.accelerator": _distribute,
-            "transformers.trainer": _follow_trainer,
-        }
-
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in self._changes:
-            return None
-        change, spec = self._changes.pop(name), importlib.util.find_spec(name)
-        if spec is not None:
+        change = CHANGES.pop(name, None)
+        spec = importlib.util.find_spec(name) if change else None
+        if change and spec:
             loader: Any = spec.loader
             execute = loader.exec_module
             loader.exec_module = lambda module: (execute(module), change(module))
@@ -158,52 +151,37 @@ def _follow_trainer(module: Any) -> None:
 
 
 def _distribute(module: Any) -> None:
-    """Let Accelerate distribute over CPU ranks, and audit what it prepares.
+    """Let Accelerate distribute over CPU ranks, with the limit of `toolkit launch --timeout`, and audit what it prepares.
 
     Without `cpu=True` it takes each CPU rank for a run of its own, and with it ignores plugins (accelerate 1.15, state.py).
     """
-    _audit_every_prepare(module)
-    _check_clipping(module.Accelerator)
-    _limit_collectives()
-    if hardware().device.kind != "cpu" or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
+    _audit_every_prepare(module)
+    _check_clipping(module.Accelerator)
+    limit = os.environ.get(TIMEOUT)  # `tk.accelerator` has read it, or was given another
+    on_cpu = hardware().device.kind == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     use = {"ACCELERATE_USE_FSDP": DistributedType.MULTI_GPU, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
-    if os.environ.get("LOCAL_RANK") == "0":
+    kind = next((kind for name, kind in use.items() if on_cpu and os.environ.get(name) == "true"), None)
+    if on_cpu and os.environ.get("LOCAL_RANK") == "0":
         free_builds()
-    kind = next((kind for name, kind in use.items() if os.environ.get(name) == "true"), None)
     partial_init, full_init = PartialState.__init__, AcceleratorState.__init__
 
     @functools.wraps(partial_init)
     def on_gloo(self: Any, cpu: bool = False, **options: Any) -> None:
-        first = not PartialState._shared_state
-        partial_init(self, cpu or not upstream.made_by_toolkit, **options)
-        if first and kind is not None and not upstream.made_by_toolkit:
+        plain, first = not upstream.made_by_toolkit, not PartialState._shared_state
+        if plain and limit is not None:
+            options["timeout"] = pg_timeout(float(limit))
+        partial_init(self, cpu or (plain and on_cpu), **options)
+        if plain and first and kind is not None:
             PartialState._shared_state["distributed_type"] = kind
 
     @functools.wraps(full_init)
     def with_plugins(self: Any, mixed_precision: Any = None, cpu: bool = False, *args: Any, **options: Any) -> None:
-        full_init(self, mixed_precision, cpu and upstream.made_by_toolkit, *args, **options)
+        full_init(self, mixed_precision, cpu and (upstream.made_by_toolkit or not on_cpu), *args, **options)
 
     PartialState.__init__, AcceleratorState.__init__ = on_gloo, with_plugins
-
-
-def _limit_collectives() -> None:
-    """Give the process group the limit of `toolkit launch --timeout`. `tk.accelerator` has read it, or was given another."""
-    from accelerate.state import PartialState
-
-    if (limit := os.environ.get(TIMEOUT)) is None:
-        return
-    upstream_init = PartialState.__init__
-
-    @functools.wraps(upstream_init)
-    def limited(self: Any, *args: Any, **options: Any) -> None:
-        own = {} if upstream.made_by_toolkit else {"timeout": pg_timeout(float(limit))}
-        upstream_init(self, *args, **{**options, **own})
-
-    PartialState.__init__ = limited
 
 
 def _audit_every_prepare(module: Any) -> None:
@@ -256,3 +234,10 @@ def _check_clipping(kind: Any) -> None:
         return backward(self, *args, **options)
 
     kind.clip_grad_norm_, kind.backward = clip_grad_norm_, checked_backward
+
+
+CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.accelerator": _distribute,
+    "transformers.trainer": _follow_trainer,
+}
+"""Module → what is done once, right after a script has imported it."""

@@ -20,6 +20,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
+from toolkit.engines.timeouts import from_main
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import read_pretrained
 from toolkit.run_folder.folder import Folder
@@ -128,14 +129,14 @@ def restore_masters(prepared: Prepared, given: GivenWeights, *, from_checkpoint:
     """
     from accelerate.utils import broadcast
 
-    masters: dict[str, list[Part]] = {}
-    copies: dict[str, list[Part]] = {}
-    for shard in engine_of(prepared.job.strategy).shards(prepared):
+    engine, masters, copies = engine_of(prepared.job.strategy), dict[str, list[Part]](), dict[str, list[Part]]()
+    for shard in engine.shards(prepared):
         {MASTER: masters, PARAMETER: copies}.get(shard.kind, {}).setdefault(shard.name, []).extend(parts(shard))
     for name, values in given.wide.items():
         whole = broadcast(values.to(prepared.accelerator.device).contiguous(), from_process=0)
         copy([(whole_box(whole.shape), whole)], masters.get(name, []))
-    for name, whole in _exact_weights(prepared, given) if from_checkpoint and _may_be_rounded(prepared.job) else ():
+    rounded = from_checkpoint and prepared.job.strategy.adapter == "none" and engine.keeps_masters(prepared.job)
+    for name, whole in _exact_weights(prepared, given) if rounded and prepared.job.spec is not None else ():
         source = [(whole_box(whole.shape), _with_changes(whole, copies.get(name, [])))]
         copy(source, masters.get(name, []))
         if any(master.dtype != whole.dtype for _, master in masters.get(name, [])):
@@ -160,12 +161,6 @@ def _with_changes(whole: torch.Tensor, copies: list[Part]) -> torch.Tensor:
         value = value.to(exact.device)
         exact.copy_(torch.where(exact.to(value.dtype) == value, exact, value.to(exact.dtype)))
     return whole
-
-
-def _may_be_rounded(job: Job) -> bool:
-    """Return whether the engine keeps masters of the checkpoint's weights in another dtype than the weights."""
-    dtypes = engine_of(job.strategy).expected_state(job).dtypes if job.spec is not None else {}
-    return "master" in dtypes and dtypes["master"] != dtypes["trainable"] and job.strategy.adapter == "none"
 
 
 def _exact_weights(prepared: Prepared, given: GivenWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -271,11 +266,8 @@ def unlike_spec(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 def broadcast_buffers(model: torch.nn.Module) -> None:
     """Give every rank the buffers of rank 0, as DDP does: DeepSpeed and FSDP send parameters only."""
-    from accelerate.utils import broadcast_object_list
-
-    values = [[buffer.cpu() for buffer in model.buffers()]]
-    broadcast_object_list(values, from_process=0)
-    for buffer, value in zip(model.buffers(), values[0], strict=True):
+    values = from_main([buffer.cpu() for buffer in model.buffers()])
+    for buffer, value in zip(model.buffers(), values, strict=True):
         buffer.data = value.to(buffer.device)  # one that is expanded cannot be written to
 
 

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 LONGEST_BUILD = 1800.0
 """Seconds that no compilation of an operator takes."""
 
+SIZES = {
+    "reduce_bucket_size": 2**20,
+    "stage3_prefetch_bucket_size": int(0.9 * 2**20),
+    "stage3_param_persistence_threshold": 10 * 2**10,
+}
+"""Accelerate's rule for "auto" at hidden size 1,024, for models whose size is unknown."""
+
 LOCAL_FILESYSTEMS = ("apfs", "btrfs", "ext", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 
 
@@ -39,7 +46,6 @@ class ZeroState(Engine):
 
     steps_in_backward = True
     model_no_sync = False
-    separate_masters = True
 
     def fill(self, job: Job, model: Any) -> None:
         """Partition each weight as soon as it is packed under stage 3: transformers skips `zero.Init` for packed weights."""
@@ -59,9 +65,12 @@ class ZeroState(Engine):
 
         Without a spec, set the sizes that Accelerate would read from `model.config`, where there is none.
         """
+        from accelerate.state import AcceleratorState
+
         config = getattr(model, "config", None)
-        if job.spec is None and not (hasattr(config, "hidden_size") or hasattr(config, "hidden_sizes")):
-            _set_sizes(model)
+        if not (hasattr(config, "hidden_size") or hasattr(config, "hidden_sizes")):
+            zero = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"]
+            zero.update({name: size for name, size in SIZES.items() if zero.get(name) == "auto"})
         if stage_of(job.strategy) == 3 and job.spec is not None and job.spec.moe is not None:
             from deepspeed.utils import set_z3_leaf_modules
 
@@ -96,6 +105,10 @@ class ZeroState(Engine):
                 parameter.ds_status = ZeroParamStatus.AVAILABLE
                 parameter.partition(has_been_updated=True)
         yield
+
+    def keeps_masters(self, job: Job) -> bool:
+        """Return whether it trains in mixed precision."""
+        return job.precision.mixed
 
     def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
         """Run the backward without Accelerate's step (`DeepSpeedEngineWrapper.backward`); `step` takes it.
@@ -209,18 +222,6 @@ class ZeroState(Engine):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-
-def _set_sizes(model: torch.nn.Module) -> None:
-    """Replace "auto" by Accelerate's rule for a model of this width: the shorter side of its largest weight."""
-    from accelerate.state import AcceleratorState
-
-    shapes = [getattr(p, "ds_shape", p.shape) for p in model.parameters()]
-    width = min(max(shapes, key=math.prod, default=(1,)))
-    rule = {"reduce_bucket_size": width**2, "stage3_prefetch_bucket_size": int(0.9 * width**2)}
-    rule["stage3_param_persistence_threshold"] = 10 * width
-    zero = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"]
-    zero.update({name: max(1, size) for name, size in rule.items() if zero.get(name) == "auto"})
 
 
 def masters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -216,18 +216,13 @@ def _read_keys(path: str | Path) -> dict[str, Any]:
     """Return each value of the file under its keys, joined by points."""
     try:
         data = read_limited(expand_user(path), LIMIT).decode()
-        config = parse_json(data, finite=False, object_pairs_hook=unique_names, parse_int=_integer)
+        config = parse_json(data, finite=False, object_pairs_hook=unique_names)
         check_fields(config, {})
         return dict(_flatten(config))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         problem = f"DeepSpeed's file {str(path)!r} cannot be read as a JSON object"
         raise StrategyError(f"{problem}: {reason}. Correct it, or name another file.") from None
-
-
-def _integer(digits: str) -> float:
-    """Return an integer, or a float where it is too large for every key: Python converts 4,300 digits at most."""
-    return int(digits) if len(digits) < 20 else float(digits)
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
 from toolkit.engines.states import can_stream, persistent_buffers
-from toolkit.engines.timeouts import handlers
+from toolkit.engines.timeouts import from_main, handlers
 from toolkit.engines.upstream import patched, shard_with_fsdp, ties_kept
 from toolkit.models.hf_loading import first_names, set_tensor
 
@@ -313,16 +313,14 @@ def filling(job: Job, model: Any) -> Iterator[None]:
     Accelerate itself would broadcast rank 0's state dict, of which it takes each tensor for a sharded parameter of a submodule.
     Of a model with packed weights it does neither.
     """
-    from accelerate.utils import broadcast_object_list, fsdp_utils
+    from accelerate.utils import fsdp_utils
 
     weights: Any = getattr(model, "streamed_weights", None)
     if weights is None or weights.closed:
         end_deferral(model)
         weights, untouched = None, {}
     else:
-        names = [weights.untouched(model)]
-        broadcast_object_list(names, from_process=0)  # a script may have read some on rank 0 alone
-        untouched = names[0]
+        untouched = from_main(weights.untouched(model))  # a script may have read some on rank 0 alone
 
     def fill(_: Any, model: Any, own: Mapping[str, torch.Tensor], cpu_offload: bool = False) -> None:
         _fill(model, weights, untouched, own, on_host=cpu_offload)
@@ -383,10 +381,8 @@ def _fill(
         if name in untouched:
             whole = weights.read(untouched[name], module)
         else:
-            values = torch.empty_like(own[name], device="cpu") if own[name].is_meta else own[name]
-            holder = torch.nn.Parameter(values, requires_grad=False)
-            broadcast(holder)
-            whole = holder.data
+            whole = torch.empty_like(own[name], device="cpu") if own[name].is_meta else own[name]
+            broadcast(whole)
         mesh, placements = parameter.device_mesh, parameter.placements
         sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
