@@ -19,7 +19,7 @@ from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import open_regular, read_events
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import RunError
+from toolkit.core.errors import RunError, value_or
 from toolkit.core.redaction import redact, shorten
 from toolkit.launcher.processes import supervises
 from toolkit.reports import Report, report
@@ -106,11 +106,8 @@ class Run(Result):
         else:
             status = "stopped" if code in STOPPED else "failed"
             message = self._last_message() or (f"{status} before it had begun" if code is not None else "")
-        return (
-            status,
-            dataclasses.replace(progress, left_seconds=None),
-            "" if status == "finished" else shorten(message),
-        )
+        message = "" if status == "finished" else shorten(message)
+        return status, dataclasses.replace(progress, left_seconds=None), message
 
     @property
     def _is_new(self) -> bool:
@@ -275,10 +272,7 @@ class Run(Result):
         return {**about, "strategy": strategy, **dataclasses.asdict(progress)}
 
     def _run_record(self) -> dict[str, Any]:
-        try:
-            return read_run_json(self.folder)
-        except RunError:
-            return {}
+        return value_or({}, read_run_json, self.folder)
 
     def _supervisor(self) -> int:
         """Return the supervisor's process id while it lives."""

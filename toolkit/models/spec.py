@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.core import cache
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, value_or
 from toolkit.core.units import format_bytes, format_count
 from toolkit.models.remote_code import COMMIT
 
@@ -221,9 +221,7 @@ class ModelSpec(Result):
 
 def recall(config: bytes) -> ModelSpec | None:
     """Return the cached spec of this text of a `config.json` under these versions, or None. Imports nothing heavy."""
-    with contextlib.suppress(ToolkitError):
-        return cache.recall(cache.cache_file(CACHE, config), _decode)
-    return None
+    return value_or(None, lambda: cache.recall(cache.cache_file(CACHE, config), _decode))
 
 
 def _decode(values: dict[str, Any]) -> ModelSpec:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.cache import cache_file, keep, recall
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, value_or
 from toolkit.models.hf_loading import quiet_bars, without_engine
 from toolkit.models.spec import ModelSpec
 
@@ -157,9 +157,7 @@ def separates_documents(spec: ModelSpec, *, joined: bool) -> bool:
     if spec.kind != "causal" or spec.runs_code or composed or not spec.config.get("is_causal", True):
         return False
     key = json.dumps([spec.architecture, spec.config], sort_keys=True, default=str).encode()
-    answers: dict[str, bool] | None = None
-    with contextlib.suppress(ToolkitError):
-        answers = recall(cache_file("packing", key), dict)
+    answers: dict[str, bool] | None = value_or(None, lambda: recall(cache_file("packing", key), dict))
     if answers is None:
         try:
             answers = _probe(spec)
@@ -235,9 +233,8 @@ def small_config(spec: ModelSpec) -> Any:
             our_name = names.get(name, name)
             if isinstance(value, dict) and name not in ("id2label", "label2id"):
                 result[name] = smaller(value)
-                if any(
-                    isinstance(each, list) for each in value.values()
-                ):  # a factor for each of the positions' dimensions
+                # A factor for each of the positions' dimensions.
+                if any(isinstance(each, list) for each in value.values()):
                     result[name] = {"rope_type": "default", "rope_theta": value.get("rope_theta", 10_000.0)}
             elif our_name.endswith("token_id"):
                 result[name] = 0 if isinstance(value, int) else None

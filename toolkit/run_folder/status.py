@@ -16,7 +16,7 @@ from toolkit.config.strategy import SHARDINGS
 from toolkit.core.atomic_io import LINE, check_fields, open_regular, parse_event, read_json
 from toolkit.core.charts import Bar, bars, curve
 from toolkit.core.display import Table, markup, render
-from toolkit.core.errors import RunError
+from toolkit.core.errors import RunError, value_or
 from toolkit.core.redaction import redact_all
 from toolkit.core.units import format_bytes, format_seconds
 from toolkit.run_folder.folder import Folder
@@ -135,16 +135,13 @@ def rank_bytes(event: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 def read_progress(folder: Path) -> Progress:
     """Read the progress from `run.json`, `events.jsonl` and `checkpoints.jsonl`, as far as they exist."""
-    record: dict[str, Any] = {}
-    with contextlib.suppress(RunError):
-        record = read_run_json(folder)
+    record = value_or(dict[str, Any](), read_run_json, folder)
     device = (record.get("forecast") or {}).get("device")
     steps = tail_of(folder / "events.jsonl").look()
     stalls = [event.get("stall_seconds", 0.0) for event in tail_of(folder / "checkpoints.jsonl", "checkpoint").look()]
     last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
-    total = _count(record.get("train_config"), "steps") or int(
-        last.get("steps", 0)
-    )  # a loop of the user's logs its own
+    # A loop of the user's logs its own.
+    total = _count(record.get("train_config"), "steps") or int(last.get("steps", 0))
     recent = [event for event in steps[-RECENT:] if event.get("seconds")]
     pace = median(event["seconds"] for event in recent) if recent else None
     speeds = [event["tokens"] / event["seconds"] for event in recent if event.get("tokens")]
@@ -189,14 +186,13 @@ def read_memory(folder: Folder, about: Mapping[str, Any]) -> dict[str, Any] | No
 def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     """Return the status and the message of a run that has begun."""
     beats = list(read_beats(folder.logs).values())
-    if about.get("finished") and shown_sharding(folder, about) == NOT_AUDITED:
-        return NOT_AUDITED, "It finished, and no Accelerator was prepared in it: nothing shows how it was sharded."
     if about.get("finished"):
+        if shown_sharding(folder, about) == NOT_AUDITED:
+            return NOT_AUDITED, "It finished, and no Accelerator was prepared in it: nothing shows how it was sharded."
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        return "running", "It is running. " + " ".join(
-            _rank_location(beat) for beat in sorted(beats, key=lambda beat: beat.rank)[:SHOWN]
-        )
+        shown = sorted(beats, key=lambda beat: beat.rank)[:SHOWN]
+        return "running", " ".join(["It is running.", *map(_rank_location, shown)])
     if (message := _supervisor_message(folder, about)) is not None:
         return message
     if raised := folder.errors():
@@ -205,7 +201,7 @@ def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
     if beats and all(beat.phase == "ended" for beat in beats):
         return "stopped", "It was stopped by a user."
     killed = "Its processes are gone and left no word: they were killed, or the machine went down."
-    return "failed", " ".join([killed, *(_rank_location(beat) for beat in beats[:1])])
+    return "failed", " ".join([killed, *map(_rank_location, beats[:1])])
 
 
 NOT_AUDITED = "not audited"
@@ -216,11 +212,7 @@ def shown_sharding(folder: Folder, about: Mapping[str, Any]) -> str:
     """Return a run's sharding: of a script, module or function as an audit found it, and not as it was requested."""
     if not about.get("target"):
         return str(about["strategy"].get("sharding", "?"))
-    try:
-        found = read_json(folder.audit)["sharding"]
-    except (OSError, ValueError, LookupError, TypeError):
-        found = None
-    return found if found in SHARDINGS else NOT_AUDITED
+    return value_or(NOT_AUDITED, lambda: SHARDINGS[read_json(folder.audit)["sharding"]].word)
 
 
 def _supervisor_message(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -239,10 +231,7 @@ def _started(about: Mapping[str, Any]) -> float:
     """Return when the last attempt began, in seconds since 1970; 0 if unknown."""
     from datetime import datetime
 
-    try:
-        return datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp()
-    except (ValueError, LookupError, TypeError):
-        return 0.0
+    return value_or(0.0, lambda: datetime.fromisoformat(about["attempts"][-1]["started"]).timestamp())
 
 
 def _rank_location(beat: Heartbeat) -> str:

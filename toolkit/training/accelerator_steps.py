@@ -83,7 +83,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
             upstream()
             if self.sync_gradients:
                 self._norms.pop(id(optimizer), None)
-                self._unscaled, self._took_step = False, None
+                self._unscaled = False
                 if self.own_loop and optimizer is self._optimizers[0]:
                     count_step()
 
@@ -110,6 +110,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"optimizer.step() came without accelerator.backward(loss), and sharding {self.job.strategy.sharding!r} trains "
                 "nothing after loss.backward(). Write accelerator.backward(loss)."
             )
+        self._took_step = None
 
     def _check_rates(self, optimizer: Any) -> None:
         """Compare the rates that an optimizer steps with and those that its prepared scheduler has set."""

@@ -104,6 +104,5 @@ def value_sum(tensor: torch.Tensor, dtype: str) -> int:
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
-    return sum(
-        [int(bits_of(chunk.to(kind)).sum(dtype=torch.int64)) for chunk in torch.split(tensor.reshape(-1), CHUNK)]
-    )
+    chunks = torch.split(tensor.reshape(-1), CHUNK)
+    return sum([int(bits_of(chunk.to(kind)).sum(dtype=torch.int64)) for chunk in chunks])

@@ -157,9 +157,7 @@ class Reader:
             pack_experts(model, self.spec, _dtype(self.job.compute_dtype))
         # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
         used = [conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()]
-        self._complete(
-            model, _conversions(model) if self.spec.quantization else used
-        )  # a dequantized one is saved whole
+        self._complete(model, _conversions(model) if self.spec.quantization else used)  # dequantized: saved whole
         if self.job.device.kind == "cpu":
             _copy_from_file(model)
         return cast("PreTrainedModel", model)

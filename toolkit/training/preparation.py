@@ -219,9 +219,8 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     if gradients is not None:
         state = replace(state, dtypes={**state.dtypes, "gradients": gradients})
     rank = prepared.accelerator.process_index
-    expected = (
-        engine.expected_state(job, rank) if job.spec is not None and not prepared.accelerator.unlike_spec else None
-    )
+    known = job.spec is not None and not prepared.accelerator.unlike_spec
+    expected = engine.expected_state(job, rank) if known else None
     name, ranks = type(prepared.model).__name__, prepared.accelerator.num_processes
     result = Audit(engine=name, ranks=ranks, measured=state, expected=expected)
     wrong = engine.check(prepared)
