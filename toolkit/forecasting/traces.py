@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.cache import cache_file, keep, recall
-from toolkit.core.errors import ModelError, StrategyError
+from toolkit.core.errors import ModelError, StrategyError, value_or
 from toolkit.core.units import round_up
 from toolkit.engines.traces import LOGITS, WHOLE, Event, LayerStack, Segment, Trace, TraceConfig
 from toolkit.models import ModelSpec
@@ -123,9 +123,7 @@ def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) 
 
 
 def _read_cached(path: Path) -> Trace | None:
-    with contextlib.suppress(LookupError):
-        return _read_file(path)
-    return None
+    return value_or(None, _read_file, path)
 
 
 @lru_cache(maxsize=64)

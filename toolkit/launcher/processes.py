@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core import redaction
-from toolkit.core.errors import RunError
+from toolkit.core.errors import RunError, value_or
 from toolkit.run_folder.run_lock import TOKEN, is_lock, still
 
 if TYPE_CHECKING:
@@ -59,11 +59,7 @@ def run_processes(token: str) -> list[psutil.Process]:
 
 def is_redaction(process: psutil.Process) -> bool:
     """Return whether this is the process that writes the ranks' output: it ends behind them."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        return redaction.__file__ in process.cmdline()
-    return False
+    return value_or(False, lambda: redaction.__file__ in process.cmdline())
 
 
 def send(token: str, pids: Iterable[int], number: int) -> None:
@@ -89,9 +85,7 @@ def lives(pid: int, token: str) -> bool:
     """Return whether this process of the run is alive."""
     import psutil
 
-    with contextlib.suppress(psutil.Error):
-        return _carries_token(psutil.Process(pid), token)
-    return False
+    return value_or(False, lambda: _carries_token(psutil.Process(pid), token))
 
 
 def supervises(record: Mapping[str, Any], path: Path) -> bool:

@@ -112,9 +112,8 @@ class Run(Result):
     @property
     def _is_new(self) -> bool:
         """Whether its steps so far are those of an earlier attempt."""
-        with contextlib.suppress(OSError):
-            return self._files.events.stat().st_mtime < (self.folder / "lock").stat().st_mtime
-        return False
+        changed = (self._files.events, self.folder / "lock")
+        return value_or(False, lambda: changed[0].stat().st_mtime < changed[1].stat().st_mtime)
 
     @property
     def message(self) -> str:

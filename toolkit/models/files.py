@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.core.atomic_io import expand_user, read_json
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, value_or
 from toolkit.models.remote_code import COMMIT, check_code, check_inside
 from toolkit.models.spec import ModelSpec
 
@@ -76,12 +76,8 @@ def unreachable(name: str, commit: str | None = None) -> str:
 def cached(name: str, commit: str | None = None) -> Path | None:
     """Return a Hub id's snapshot folder in the local cache, of its main branch or of a commit."""
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
-    try:
-        path = try_to_load_from_cache(name, "config.json", revision=commit)
-    except HFValidationError:
-        return None
+    path = value_or(None, lambda: try_to_load_from_cache(name, "config.json", revision=commit))  # it may be no Hub id
     return Path(path).parent if isinstance(path, str) else None
 
 

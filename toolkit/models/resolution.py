@@ -91,10 +91,7 @@ def config_text(path: Path | None) -> bytes | None:
     """Return a config's text for the cache of specs; None for configs with own code or a kernel, which are always checked."""
     if path is None:
         return json.dumps(embedded_config()).encode()
-    try:
-        text = read_limited(path, LIMIT)
-    except (OSError, ValueError):
-        return None
+    text = value_or(b'"auto_map"', read_limited, path, LIMIT)
     return None if b'"auto_map"' in text or b"attn_implementation" in text else text
 
 

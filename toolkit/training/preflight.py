@@ -16,7 +16,7 @@ from toolkit.config.flags import differing
 from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import DataError
+from toolkit.core.errors import DataError, value_or
 from toolkit.data import (
     Rows,
     batches,
@@ -243,10 +243,4 @@ def versions() -> dict[str, str | None]:
     """Return the versions of Python and of `LIBRARIES`; None for a library that is not installed."""
     from importlib import metadata
 
-    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in LIBRARIES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = None
-    return installed
+    return {"python": sys.version.split()[0], **{name: value_or(None, metadata.version, name) for name in LIBRARIES}}
