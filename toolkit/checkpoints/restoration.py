@@ -19,6 +19,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared
 from toolkit.engines.shards import BUFFER, Shard, copy, parts
 from toolkit.engines.states import buffer_shards, persistent_buffers
+from toolkit.engines.timeouts import from_main
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,14 +63,12 @@ def find_resume_point(accelerator: Accelerator, checkpoints: Path) -> ResumePoin
     Raises:
         CheckpointError: if all checkpoints are invalid, or a file system does not answer.
     """
-    from accelerate.utils import broadcast_object_list, gather_object
+    from accelerate.utils import gather_object
 
     share = (accelerator.process_index, accelerator.num_processes)
-    names: list[Any] = [[path.name for path in listed(checkpoints)]]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(names)
+    names = from_main([path.name for path in listed(checkpoints)])
     skipped: dict[Path, str] = {}
-    for path in (checkpoints / name for name in names[0]):
+    for path in (checkpoints / name for name in names):
         faults = list(dict.fromkeys(gather_object(misplacement(path) or validate(path, share=share))))
         if not faults:
             notes = (

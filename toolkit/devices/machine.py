@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import MissingLibrary, ToolkitError
+from toolkit.core.errors import MissingLibrary, ToolkitError, value_or
 from toolkit.core.units import GiB, format_bytes, parse_bytes
 from toolkit.devices.gpu_catalog import CARDS, GPUSpec, card_key, card_of, mig_card
 
@@ -343,8 +343,5 @@ def _installed(kernel: str) -> bool:
         "flash_attention_2": ("flash_attn", "flash-attn", "2.3.3"),
         "flash_attention_3": ("flash_attn_interface", "flash-attn-3", "3"),
     }[kernel]
-    try:
-        version = metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
+    version = value_or("0", metadata.version, distribution)
     return importlib.util.find_spec(module) is not None and Version(version) >= Version(least)

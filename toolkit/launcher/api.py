@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -19,7 +18,7 @@ from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import RunError, StrategyError, nearest
+from toolkit.core.errors import RunError, StrategyError, nearest, value_or
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.core.redaction import shorten
 from toolkit.devices.machine import hardware
@@ -294,11 +293,7 @@ def runs(root: str | Path = RUNS) -> Runs:
 
 def _last_begun(folder: Path) -> float:
     """Return when a run began or was resumed last; 0 where its files are gone. A report changes the time of the folder alone."""
-    times = [0.0]
-    for name in ("run.json", "lock"):
-        with contextlib.suppress(OSError):
-            times.append((folder / name).stat().st_mtime)
-    return max(times)
+    return max(value_or(0.0, os.path.getmtime, folder / name) for name in ("run.json", "lock"))
 
 
 def _row(run: Run) -> dict[str, Any]:

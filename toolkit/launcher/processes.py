@@ -76,9 +76,7 @@ def send(token: str, pids: Iterable[int], number: int) -> None:
 def _carries_token(process: psutil.Process, token: str) -> bool:
     import psutil
 
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return value_or(False, lambda: process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def lives(pid: int, token: str) -> bool:

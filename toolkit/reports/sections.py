@@ -127,11 +127,8 @@ def summarize(run: Report) -> str:
     about, steps = run.about, run.steps
     losses = [event["loss"] for event in steps if event.get("loss") is not None]
     evaluations = [event["eval_loss"] for event in run.evaluations if event["eval_loss"] is not None]
-    rows, expected = (
-        (about.get("data") or {}).get("count"),
-        run.forecast["device"]["peak_bytes"] if run.forecast else None,
-    )
-    peak, forecast = (run.measured or {}).get("peak_bytes"), format_bytes(expected) if expected else "none"
+    rows, peak = (about.get("data") or {}).get("count"), (run.measured or {}).get("peak_bytes")
+    forecast = format_bytes(run.forecast["device"]["peak_bytes"]) if run.forecast else "none"
     parts = [
         f"loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else "",
         f"evaluation loss {evaluations[-1]:.4f}" if evaluations else "",
@@ -262,10 +259,8 @@ def _training(run: Report) -> Section:
     if not steps:
         return Section(title=title, words="No step was done.")
     if all(map(_is_counted, steps)):
-        words = (
-            f"{run.done:,} optimizer steps were counted. `tk.log(step, loss=loss)` in the loop shows its losses here."
-        )
-        return Section(title=title, words=words)
+        advice = "`tk.log(step, loss=loss)` in the loop shows its losses here."
+        return Section(title=title, words=f"{run.done:,} optimizer steps were counted. {advice}")
     lines = {"loss": [(event["step"], event["loss"]) for event in steps]}
     if run.evaluations:
         lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]

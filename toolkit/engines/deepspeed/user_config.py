@@ -157,11 +157,9 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
     if "sharding" not in fields:
         raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
     for key, (name, kind) in NUMBERS.items():
-        if keys.get(key) in OPEN or (
-            ("stage3" in key) != (fields["sharding"] == "zero3") and name == "gather_bucket_elements"
-        ):
-            continue
-        set_fields(key, {name: number(key, keys[key], name, kind)})
+        unused = name == "gather_bucket_elements" and ("stage3" in key) != (fields["sharding"] == "zero3")
+        if keys.get(key) not in OPEN and not unused:
+            set_fields(key, {name: number(key, keys[key], name, kind)})
     for key, only in FIXED.items():
         if not any(_same(keys.get(key), word) for word in (*OPEN, only)):
             raise refuse(key, json.dumps(only))

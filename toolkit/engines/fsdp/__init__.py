@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
@@ -322,9 +323,7 @@ def filling(job: Job, model: Any) -> Iterator[None]:
     else:
         untouched = from_main(weights.untouched(model))  # a script may have read some on rank 0 alone
 
-    def fill(_: Any, model: Any, own: Mapping[str, torch.Tensor], cpu_offload: bool = False) -> None:
-        _fill(model, weights, untouched, own, on_host=cpu_offload)
-
+    fill = partial(_fill, weights, untouched)
     if not job.strategy.quantized:
         with patched(fsdp_utils, fsdp2_load_full_state_dict=fill):
             yield
@@ -356,16 +355,16 @@ def _to_meta(model: torch.nn.Module, names: Container[str]) -> None:
 
 
 def _fill(
-    model: Any, weights: Any, untouched: Mapping[str, str], own: Mapping[str, torch.Tensor], *, on_host: bool
+    weights: Any, untouched: Mapping[str, str], _: Any, model: Any, own: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
     """Give each parameter on the meta device its shard, and each persistent buffer its values. A collective.
 
     Args:
-        model: sharded.
         weights: the `StreamedWeights` of the model, or None.
         untouched: name of a parameter → its name in the files.
+        model: sharded.
         own: the state dict before; rank 0's values count for the other parameters.
-        on_host: whether shards are offloaded.
+        cpu_offload: whether shards are offloaded.
     """
     import torch
     from accelerate import PartialState
@@ -393,7 +392,7 @@ def _fill(
         )
         del whole, local
         # The last ranks' shards are copied to pad them (`reset_sharded_param`), so each is assigned before the next is read.
-        module.load_state_dict({leaf: shard.to("cpu") if on_host else shard}, strict=False, assign=True)
+        module.load_state_dict({leaf: shard.to("cpu") if cpu_offload else shard}, strict=False, assign=True)
         del shard
     for name, buffer in persistent_buffers(model).items():
         if buffer.is_meta:
