@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.atomic_io import check_fields, parse_json, read_limited
-from toolkit.core.errors import CheckpointError, OtherFormat
+from toolkit.core.errors import CheckpointError, OtherFormat, value_or
 from toolkit.core.units import BYTES_OF
 from toolkit.engines.records import Counters
 from toolkit.run_folder.run_json import RANKS
@@ -197,11 +197,9 @@ def misplacement(checkpoint: Path) -> list[str]:
     """Return why a folder is not a checkpoint of this run: a copy must not count as the newest."""
     if checkpoint.is_symlink():
         return ["it is a symlink, and a run's checkpoints lie in its own folder"]
-    try:
-        step = read_manifest(checkpoint).step
-    except (CheckpointError, OSError):
-        return []  # `validate` reports that
-    return [] if checkpoint.name == folder_name(step) else [f"its manifest is of step {step}: a copy, or renamed"]
+    step = value_or(None, lambda: read_manifest(checkpoint).step)  # None: `validate` reports that
+    right = step is None or checkpoint.name == folder_name(step)
+    return [] if right else [f"its manifest is of step {step}: a copy, or renamed"]
 
 
 UNREADABLE = "it cannot be read"

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import map_leaves, redact_all
@@ -100,6 +100,12 @@ def read_limited(path: Path, limit: int) -> bytes:
         if size > limit:
             raise ValueError(f"it has more than {limit:,} bytes")
         return file.read(size)  # a bound on memory: a rank without memory reads run.json, too
+
+
+def end_of(file: IO[bytes], most: int) -> str:
+    """Return the last `most` bytes of an open file as text."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+    return file.read().decode(errors="replace")
 
 
 def parse_json(data: bytes | str, *, finite: bool = True, **hooks: Any) -> Any:

@@ -53,8 +53,7 @@ class GradientWatch:
                 part.register_forward_pre_hook(lambda module, _, name=name: self._note(module, name))
 
     def _note(self, module: Any, prefix: str) -> None:
-        named = module.named_parameters(prefix=prefix)
-        for name, each in named:
+        for name, each in module.named_parameters(prefix=prefix):
             trained = self._names if each.requires_grad else self._frozen
             trained[id(each)] = name.removeprefix("module.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core import errors
-from toolkit.core.atomic_io import last_step, open_regular, read_json
+from toolkit.core.atomic_io import end_of, last_step, open_regular, read_json
 from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
@@ -183,12 +183,9 @@ def end_of_log(folder: Folder, rank: int) -> str:
 
 def _log_end(log: Path) -> str:
     """Return the end of a log, with the lines before the stacks that an abort prints after its reason."""
-    try:
-        with open_regular(log) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _ABORT_CHARACTERS))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open_regular(log) as file:
+        return end_of(file, _ABORT_CHARACTERS)
+    return ""
 
 
 def last_lines(log: Path) -> str:

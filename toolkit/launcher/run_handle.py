@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.core.atomic_io import open_regular, read_events
+from toolkit.core.atomic_io import end_of, open_regular, read_events
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, value_or
 from toolkit.core.redaction import redact, shorten
@@ -130,7 +130,7 @@ class Run(Result):
         if self._supervisor_output is None:
             return ""
         with self._reading:
-            text = _end_of(self._supervisor_output)
+            text = end_of(self._supervisor_output, _LOG)
         _, separator, last = ("\n" + text).rpartition("\ntoolkit: ")
         return shorten(last.strip() if separator else text.strip()[-2000:])
 
@@ -182,7 +182,7 @@ class Run(Result):
         log = self._files.log(rank)
         try:
             with open_regular(log) as file:
-                return _end_of(file)
+                return end_of(file, _LOG)
         except OSError as error:
             names = sorted(path.stem for path in log.parent.glob("rank-*.log"))
             raise RunError(
@@ -287,11 +287,6 @@ class Run(Result):
         """Return one line for a terminal."""
         status, progress, _ = self._look()
         return f"<Run {self.name}: {status}, {progress.line}>"
-
-
-def _end_of(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
-    return file.read().decode(errors="replace")
 
 
 class _Interrupted(KeyboardInterrupt):

@@ -75,7 +75,7 @@ class UniformLoop(UniformSteps):
         self.unlike_spec: str | None = None
         """The difference of the prepared model from the job's spec."""
         self._given: WeakKeyDictionary[torch.nn.Module, GivenWeights] = WeakKeyDictionary()
-        """Models whose optimizer is not prepared yet."""
+        """Models without a prepared optimizer."""
         self.sharded: dict[torch.nn.Module, Prepared] = {}
         """Unwrapped models of which each rank holds parts."""
         with engine_environment(job):

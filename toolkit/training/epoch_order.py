@@ -145,8 +145,7 @@ def _shared(loader: Any) -> Any:
 
 
 def _order_of(loader: Any) -> EpochOrder | None:
-    shared = _shared(loader)
-    order: EpochOrder | None = getattr(shared, "_toolkit_order", None)
+    order: EpochOrder | None = getattr(_shared(loader), "_toolkit_order", None)
     return order
 
 

@@ -301,7 +301,7 @@ def _copy_from_file(model: nn.Module) -> None:
             tensor._local_tensor = local.clone()
 
 
-def _placeholder(module: Any, leaf: str, parameter: Any) -> torch.nn.Parameter:
+def _placeholder(module: Any, leaf: str, parameter: Any) -> Any:
     """Return a parameter with one element of memory; of a packed weight with the shape that it has then."""
     import torch
 
@@ -314,10 +314,7 @@ def _placeholder(module: Any, leaf: str, parameter: Any) -> torch.nn.Parameter:
     storage: torch.dtype = parameter.quant_storage
     packed = ceil_div(module.in_features * module.out_features, 2 * storage.itemsize)
     options = {**parameter.__dict__, "bnb_quantized": True, "module": module}
-    return cast(
-        "torch.nn.Parameter",
-        type(parameter)(torch.zeros(1, 1, dtype=storage).expand(packed, 1), requires_grad=False, **options),
-    )
+    return type(parameter)(torch.zeros(1, 1, dtype=storage).expand(packed, 1), requires_grad=False, **options)
 
 
 def _check(job: Job, model: PreTrainedModel) -> None:

@@ -36,7 +36,7 @@ SIZES = {
     "stage3_prefetch_bucket_size": int(0.9 * 2**20),
     "stage3_param_persistence_threshold": 10 * 2**10,
 }
-"""Accelerate's rule for "auto" at hidden size 1,024, for models whose size is unknown."""
+"""Accelerate's rule for "auto" at hidden size 1,024, for models of unknown size."""
 
 LOCAL_FILESYSTEMS = ("apfs", "btrfs", "ext", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 
