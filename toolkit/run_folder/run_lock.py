@@ -97,12 +97,10 @@ def role() -> str:
 
 def supervisor_of(path: Path) -> dict[str, Any] | None:
     """Return `pid`, `started` and `host` of the last supervisor in the folder; None without one."""
-    try:
-        with open_regular(path / "lock") as file:
-            lines = list(_lines(file.read(_LONGEST)))
-    except OSError:
-        return None
-    return next((line for line in reversed(lines) if line.get("role") == SUPERVISOR), None)
+    with contextlib.suppress(OSError), open_regular(path / "lock") as file:
+        lines = list(_lines(file.read(_LONGEST)))
+        return next((line for line in reversed(lines) if line.get("role") == SUPERVISOR), None)
+    return None
 
 
 def _flock(path: Path, lock: int, *, shared: bool) -> bool:

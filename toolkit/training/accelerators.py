@@ -89,17 +89,8 @@ class UniformLoop(UniformSteps):
                 **options,
             )
         AcceleratorState._shared_state.setdefault("owners", WeakSet()).add(self)
-        self.register_save_state_pre_hook(self._save_orders)
-        self.register_load_state_pre_hook(self._load_orders)
-
-    def _save_orders(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        epoch_order.save(self._dataloaders, folder, self.process_index)
-
-    def _load_orders(self, models: list[Any], folder: str) -> None:
-        if not epoch_order.load(self._dataloaders, folder, self.process_index):
-            self.print(
-                f"load_state: {folder} has no order of rows. An epoch that is resumed in its middle sees other rows."
-            )
+        self.register_save_state_pre_hook(lambda models, weights, folder: epoch_order.save(self, folder))
+        self.register_load_state_pre_hook(lambda models, folder: epoch_order.load(self, folder))
 
     def prepare_data_loader(self, *args: Any, **options: Any) -> Any:
         """Prepare as Accelerate does. `save_state` saves what the order of the rows is drawn from."""

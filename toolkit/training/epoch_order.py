@@ -101,30 +101,32 @@ def follow(loader: Any) -> str:
     return "" if torchs or order._own or hasattr(source, "set_epoch") else type(source).__name__
 
 
-def save(loaders: list[Any], folder: str, rank: int) -> None:
-    """Write this rank's states of all loaders."""
+def save(accelerator: Any, folder: str) -> None:
+    """Write this rank's states of all prepared loaders."""
     from safetensors.torch import save_file
 
     states = {
         f"{number}.{name}": tensor.contiguous()
-        for number, loader in enumerate(loaders)
+        for number, loader in enumerate(accelerator._dataloaders)
         if (order := _order_of(loader))
         for name, tensor in order.state().items()
     }
-    save_file(states, _file(folder, rank))
+    save_file(states, _file(folder, accelerator.process_index))
 
 
-def load(loaders: list[Any], folder: str, rank: int) -> bool:
-    """Read the states of all loaders: this rank's, or those of rank 0. Return whether the folder has any."""
+def load(accelerator: Any, folder: str) -> None:
+    """Read the states of all prepared loaders: this rank's, or those of rank 0. Print a line where the folder has none."""
     from safetensors.torch import load_file
 
-    file = next((file for number in (rank, 0) if (file := _file(folder, number)).exists()), None)
+    file = next((file for number in (accelerator.process_index, 0) if (file := _file(folder, number)).exists()), None)
     stored = load_file(file) if file else {}
-    for number, loader in enumerate(loaders):
+    for number, loader in enumerate(accelerator._dataloaders):
         states = {name.removeprefix(f"{number}."): t for name, t in stored.items() if name.startswith(f"{number}.")}
         if states and (order := _order_of(loader)):
             order.resume(states)
-    return file is not None
+    if file is None:
+        problem = f"load_state: {folder} has no order of rows"
+        accelerator.print(f"{problem}. An epoch that is resumed in its middle sees other rows.")
 
 
 def _file(folder: str, rank: int) -> Path:
