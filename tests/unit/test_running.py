@@ -143,7 +143,7 @@ def test_who_goes_elsewhere_still_sees_the_run(tmp_path: Path, monkeypatch: pyte
 def test_a_script_is_listed_under_the_sharding_that_an_audit_found(tmp_path: Path) -> None:
     run = own(tmp_path / "run")
     assert tk.attach(run.path).to_dict()["strategy"]["sharding"] == tk.report(run.path).sharding == "ddp"
-    for audit in ('{"sharding": "<b>"}', "[]", None):  # crafted, or missing
+    for audit in ('{"sharding": "<b>"}', '{"sharding": []}', "[]", None):  # crafted, or missing
         run.audit.write_text(audit) if audit else run.audit.unlink()
         result = tk.attach(run.path)
         assert result.status == result.report().status == "not audited"

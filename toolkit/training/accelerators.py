@@ -75,7 +75,7 @@ class UniformLoop(UniformSteps):
         self.unlike_spec: str | None = None
         """The difference of the prepared model from the job's spec."""
         self._given: WeakKeyDictionary[torch.nn.Module, GivenWeights] = WeakKeyDictionary()
-        """Models without a prepared optimizer."""
+        """Model → what it held; until its optimizer is prepared, too."""
         self.sharded: dict[torch.nn.Module, Prepared] = {}
         """Unwrapped models of which each rank holds parts."""
         with engine_environment(job):
