@@ -425,7 +425,7 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
         with torch.device("meta"):
             model: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 5, bias=False) for _ in range(3)))
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (3,)))
-        fsdp._fill(model, Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, {}, on_host=False)
+        fsdp._fill(Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, None, model, {})
     finally:
         dist.destroy_process_group()
     assert missing == [3, 2, 1]
