@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice, repeat, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,16 +126,18 @@ def preview(
     seq_len = TrainConfig(seq_len=seq_len).seq_len  # which checks it
     findings = Findings()
     reading = {name: getattr(config, name) for name in ("text_column", "columns", "data_format")}
-    sources = [find_source(name) for name, _ in split_weights(data)]
-    sample, complete = _sample(_in_turn([documents(each, findings=findings, **reading) for each in sources]))
+    sources = [(find_source(name), weight) for name, weight in split_weights(data)]
+    sample, complete = _sample(
+        [(each.name, weight, documents(each, findings=findings, **reading)) for each, weight in sources]
+    )
     quick = None if isinstance(model, ModelSpec) or config.trust_remote_code else _quick_spec(str(model))
     spec = model if isinstance(model, ModelSpec) else quick or resolve_spec(str(model), config.trust_remote_code)
     tokenizer = load_tokenizer(spec)
-    packing = config.packing and not quick
-    packed = check_request(tokenizer, spec, seq_len, packing and None, attention) or (config.packing and bool(quick))
+    packing = None if config.packing and not quick else False
+    packed = check_request(tokenizer, spec, seq_len, packing, attention)
+    packed = packed or (config.packing and quick is not None)  # all well-known models keep documents apart
     encoder = Encoder(
         tokenizer=tokenizer,
-        eos=tokenizer.eos_token_id,
         mask_prompts=config.mask_prompts,
         template=read_template(config.chat_template),
         seq2seq=spec.kind == "seq2seq",
@@ -203,26 +205,27 @@ def _quick_spec(model: str) -> ModelSpec | None:
     return None
 
 
-def _in_turn(sources: list[Iterator[Document]]) -> Iterator[Document]:
-    """Yield a document of each source in turn: a sample shows the formats and the errors of all."""
-    while sources:
-        for source in list(sources):
-            try:
-                yield next(source)
-            except StopIteration:
-                sources.remove(source)
+def _sample(sources: list[tuple[str, float, Iterator[Document]]]) -> tuple[list[Document], bool]:
+    """Return the first documents of all sources in turn, as many as the weights say, and whether they are all."""
+    from toolkit.data.ingestion import draw
 
-
-def _sample(documents: Iterator[Document]) -> tuple[list[Document], bool]:
-    """Return the first documents, and whether they are all."""
-    sample: list[Document] = []
-    size = 0
-    for document in documents:
-        if len(sample) == DOCUMENTS or size > CHARACTERS:
-            return sample, False
-        sample.append(document)
-        size += sum(len(value if isinstance(value, str) else str(value)) for value in document.content.values())
-    return sample, True
+    samples: list[list[Document]] = [[] for _ in sources]
+    size, left = 0, set(range(len(sources)))
+    while left and sum(map(len, samples)) < DOCUMENTS and size <= CHARACTERS:
+        for number in sorted(left):
+            for document in islice(sources[number][2], 1):
+                samples[number].append(document)
+                size += sum(len(value if isinstance(value, str) else str(value)) for value in document.content.values())
+                break
+            else:
+                left.remove(number)
+    complete = not any(next(sources[number][2], None) for number in left)
+    taken: list[Iterator[Document]] = []
+    for number, ((name, weight, _), sample) in enumerate(zip(sources, samples, strict=True)):
+        weight = weight if complete else max(weight, 1 / len(sample))
+        times = draw(name, len(sample), weight, (TrainConfig().seed, number))
+        taken.append(chain.from_iterable(map(repeat, sample, times.tolist())))
+    return [document for each in zip_longest(*taken) for document in each if document], complete
 
 
 def _runs(document: Encoded, limit: int | None = None) -> Iterator[tuple[bool, list[int]]]:

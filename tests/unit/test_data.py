@@ -178,9 +178,9 @@ def test_datasets_from_disk_and_parquet(tmp_path: Path) -> None:
     for source in (tmp_path / "saved", tmp_path / "parts"):
         assert texts(source) == expected
         first = data.ingest(source)
-        written = first.documents.stat().st_mtime_ns
+        written = first.batches[0].path.stat().st_mtime_ns
         assert data.ingest(source).hash == first.hash
-        assert first.documents.stat().st_mtime_ns == written, "unchanged tables were read again"
+        assert first.batches[0].path.stat().st_mtime_ns == written, "unchanged tables were read again"
     # The header of a README on the Hub says which files are data, of every kind.
     (tmp_path / "parts" / "README.md").write_text(HEADER.format(train="b.parquet", test="a.parquet"))
     assert texts(tmp_path / "parts") == expected[1:]
@@ -318,9 +318,9 @@ def test_only_what_changed_is_read_again(tmp_path: Path, cache: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / "corpus" / name).write_text(name)
     first = data.ingest(tmp_path / "corpus")
-    written = first.documents.stat().st_mtime_ns
+    written = first.batches[0].path.stat().st_mtime_ns
     assert data.ingest(tmp_path / "corpus") == first
-    assert first.documents.stat().st_mtime_ns == written, "files that had not changed were read again"
+    assert first.batches[0].path.stat().st_mtime_ns == written, "files that had not changed were read again"
     changed = tmp_path / "corpus" / "b.txt"
     before = changed.stat()
     changed.write_text("c.txt")
@@ -542,7 +542,7 @@ def test_loss_of_rows_is_the_loss_of_the_documents(packing: bool, tokenizer: Any
     assert (rows.packed, rows.documents, rows.truncated) == (packing, 5, 0)
     assert rows.count < 5 if packing else rows.count == 5
     model = build(LLAMA)
-    encoder = Encoder(tokenizer=tokenizer, eos=2, mask_prompts=False, template=None)
+    encoder = Encoder(tokenizer=tokenizer, mask_prompts=False, template=None)
     encoded = list(encoder.encode(data.documents(data.find_source(tmp_path / "p.jsonl"))))
     alone = [torch.tensor([document.ids]) for document in encoded]
     expected = sum(summed(model, {"input_ids": ids, "labels": ids}) for ids in alone)

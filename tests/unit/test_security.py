@@ -461,7 +461,7 @@ def test_a_chat_template_reaches_no_python(tmp_path: Path, made: Path) -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         '{{ raise_exception.__globals__["__builtins__"]["eval"]("' + wanted + '") }}',
     ):
-        encoder = Encoder(tokenizer=tokenizer, eos=1, mask_prompts=False, template=template)
+        encoder = Encoder(tokenizer=tokenizer, mask_prompts=False, template=template)
         document = Document(kind="messages", content={"messages": messages}, where="chat.jsonl, line 1")
         with pytest.raises(DataError, match=r"chat\.jsonl, line 1: the chat template refuses .*unsafe"):
             list(encoder.encode([document]))

@@ -287,9 +287,7 @@ BYTES = byte_level()
 
 def encode(content: dict[str, Any], template: str | None = None, tokenizer: Any = BYTES, **how: Any) -> Encoded:
     (kind,) = {"messages", "prompt", "text"} & content.keys()
-    encoder = Encoder(
-        tokenizer=tokenizer, eos=tokenizer.eos_token_id, template=template, **{"mask_prompts": True, **how}
-    )
+    encoder = Encoder(tokenizer=tokenizer, template=template, **{"mask_prompts": True, **how})
     (encoded,) = encoder.encode([Document(kind=kind, content=content, where="chat.jsonl, line 7")])
     return encoded
 

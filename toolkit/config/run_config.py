@@ -90,7 +90,7 @@ class RunConfig:
             raise ToolkitError(
                 f"model {self.model!r} is a data file. Give it as `--data {self.model}`, and a Hub id or a folder as --model."
             )
-        if self.data.endswith(".py"):
+        if self.data.endswith(".py") and not set("*?[,") & set(self.data):
             raise ToolkitError(
                 f"data {self.data!r} is a program. `toolkit launch {self.data}` runs your own script. To train on its text, "
                 "copy it to a file that ends in .txt."

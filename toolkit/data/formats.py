@@ -11,16 +11,16 @@ from toolkit.core.atomic_io import shorten_value, unique_names
 from toolkit.core.errors import DataError, nearest
 from toolkit.data.readers import check_size
 
-SYSTEM = {"system?": "system system_prompt"}
+SYSTEM = {"system?": "system system_prompt", "tools?": "tools"}
 
 FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "prompt-completion": ("prompt", {"prompt": "prompt", "completion": "completion", **SYSTEM}),
     "prompt-response": ("prompt", {"prompt": "prompt", "completion": "response", **SYSTEM}),
-    "messages": ("messages", {"messages": "messages conversation dialogue dialog chat turns", "tools?": "tools", **SYSTEM}),
-    "sharegpt": ("messages", {"messages": "conversations", "tools?": "tools", **SYSTEM}),
+    "messages": ("messages", {"messages": "messages conversation dialogue dialog chat turns", **SYSTEM}),
+    "sharegpt": ("messages", {"messages": "conversations", **SYSTEM}),
     "alpaca": ("turns", {"prompt": "instruction", "completion": "output", "input?": "input", **SYSTEM}),
     "dolly": ("turns", {"prompt": "instruction", "completion": "response", "input?": "context", **SYSTEM}),
-    "question-answer": ("turns", {"prompt": "question", "completion": "answer", "input?": "context", **SYSTEM}),
+    "question-answer": ("turns", {"prompt": "question", "completion": "answer response", "input?": "context", **SYSTEM}),
     "query-response": ("turns", {"prompt": "query", "completion": "response", **SYSTEM}),
     "problem-solution": ("turns", {"prompt": "problem", "completion": "solution", **SYSTEM}),
     "input-output": ("turns", {"prompt": "input", "completion": "output", **SYSTEM}),
@@ -72,16 +72,19 @@ class Format:
             if field[-1] == "?" and column in spelled:  # rows may spell an optional field in several ways
                 column = next((each for each in spelled if row.get(each)), column)
             value, what = row.get(column), f"column {column!r}"
-            if field == "messages" or (self.kind == "prompt" and isinstance(value, list)):
+            if field[-1] == "?" and (not value or str(value).isspace()):
+                continue
+            if field == "messages" or (self.kind == "prompt" and field[-1] != "?" and isinstance(value, list)):
                 value = _messages(value, what)
-            elif field == "tools?" and value:
-                value = [_parsed(tool, dict, "a tool") for tool in _parsed(value, list, what)]
-            elif field[-1] != "?" or value:
+            elif field == "tools?":
+                value = [_parsed(tool, dict, "a tool") for tool in _parsed(value, list, what, empty=True)]
+                check_encodable(json.dumps(value, ensure_ascii=False), what)
+            else:
                 check(value, str, what)
             values[field.strip("?")] = value
-        texts = all(isinstance(value, str) for name, value in values.items() if name != "system")
-        if self.kind == "text" or (self.kind == "prompt" and texts and not values.get("system")):
-            return self.kind, {name: value for name, value in values.items() if name != "system"}
+        texts = all(isinstance(values.get(name, ""), str) for name in ("prompt", "completion"))
+        if self.kind == "text" or (self.kind == "prompt" and texts and values.keys() == {"prompt", "completion"}):
+            return self.kind, values
         if self.kind != "messages":
             prompt, answer = values["prompt"], values["completion"]
             text = f"{prompt}\n\n{values['input']}" if values.get("input") else prompt
@@ -96,7 +99,7 @@ class Format:
         elif system and first.get("content") != system:
             raise DataError("has a system text in a column and another in its messages. Keep one of them.")
         content = {name: values[name] for name in ("messages", "tools") if values.get(name)}
-        return "turns" if self.kind == "turns" or (self.kind == "prompt" and texts) else "messages", content
+        return "turns" if self.kind != "messages" and texts and "tools" not in content else "messages", content
 
 
 def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, str]) -> Format:
@@ -197,6 +200,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         message["thinking"] = check(message["reasoning_content"], str, f"{name}'s 'reasoning_content'")
     if message.get("weight", 1) not in (0, 1):
         raise DataError(f"{name}'s 'weight' is {message['weight']!r}, expected 0 (not trained) or 1. Correct it.")
+    check_encodable(json.dumps(message, ensure_ascii=False), name)
     return message
 
 
@@ -244,8 +248,13 @@ def check(value: Any, kind: Any, what: str) -> Any:
         raise DataError(f"{what} is {actual}, expected {expected}. Correct or remove the row.")
     if kind is str:
         check_size(len(value), what)
-        try:
-            _ = value.isascii() or value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{what} holds half of a surrogate pair ({value[error.start]!a}). Remove it.") from error
+        check_encodable(value, what)
     return value
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Refuse text that is not Unicode: JSON can write half of a surrogate pair."""
+    try:
+        _ = text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} holds half of a surrogate pair ({text[error.start]!a}). Remove it.") from error

@@ -7,11 +7,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.cache import cache_folder, keep, recall
@@ -20,6 +19,9 @@ from toolkit.core.errors import DataError
 from toolkit.data.files import Document, Findings, documents
 from toolkit.data.sources import Source, find_source, split_weights
 
+if TYPE_CHECKING:
+    import numpy as np
+
 FORMAT = 5
 """Version of the cached documents. Raise it when their columns or checks change."""
 
@@ -27,22 +29,45 @@ BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
 """A record batch of the Arrow file ends at either of them; a process tokenizes one at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """A source that was read and checked."""
+class Batch(NamedTuple):
+    """A record batch of a source's Arrow file in the cache, which holds a row for each document."""
 
     source: Source
+    path: Path
+    number: int
+    rows: int
+    size: int
+    """Bytes."""
+    times: np.ndarray[Any, Any] | None = None
+    """Of a mixture: how often each document is taken."""
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents in their order."""
+        import numpy as np
+        import pyarrow as pa
+
+        with pa.memory_map(str(self.path)) as file:
+            every: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(self.number).to_pylist()
+        for at in np.repeat(np.arange(self.rows), 1 if self.times is None else self.times):
+            file, line, *fields = ((name, value) for name, value in every[at].items() if value is not None)
+            kind, value = fields[0]
+            content = json.loads(value) if kind in ("messages", "turns") else dict(fields)
+            yield Document(kind=kind, content=content, where=self.source.where(file[1], line[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Sources that were read and checked."""
+
+    name: str
+    """As `--data` names them."""
     hash: str
-    """sha256 of its documents, with their files and lines."""
+    """sha256 of their documents, with files and lines."""
+    batches: Sequence[Batch]
     notes: str = ""
     """What the user should know: the files of a folder, formats and columns."""
     untrained: str = ""
     """Where half of the conversations have no turn of the assistant: their number, and the roles in them."""
-
-    @property
-    def documents(self) -> Path:
-        """An Arrow file with a row for each document, in their order; conversations are JSON."""
-        return cache_folder("documents") / f"{self.hash}.arrow"
 
 
 def ingest(source: str | Path | None, *, seed: int = 0, **reading: Any) -> Contents:
@@ -105,10 +130,24 @@ def _cached_contents(origin: Source, entry: Path) -> Contents | None:
     with contextlib.suppress(OSError):
         cached, now = recall(entry, dict) or {}, _stats(origin)
         if cached.get("files") == now and len(now) == len(origin.files) > 0:
-            contents = Contents(source=origin, **cached["contents"])
-            if cached["documents"] == _stat(contents.documents):
-                return contents
+            path = _documents(entry, cached["contents"]["hash"])
+            if cached["documents"] == _stat(path):
+                return Contents(name=origin.name, batches=_batches(origin, path), **cached["contents"])
     return None
+
+
+def _documents(entry: Path, digest: str) -> Path:
+    """Return the place of a source's documents. Other contents lie elsewhere: a process may still read the older ones."""
+    return cache_folder("documents") / f"{entry.stem}-{digest}.arrow"
+
+
+def _batches(origin: Source, path: Path) -> list[Batch]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        reader = pa.ipc.open_file(file)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+        return [Batch(origin, path, number, len(each), each.nbytes) for number, each in enumerate(batches)]
 
 
 def _stats(origin: Source) -> dict[str, list[int]]:
@@ -138,12 +177,12 @@ def _read(origin: Source, entry: Path, reading: dict[str, Any]) -> Contents:
             raise DataError(f"data {origin.name}: changed while it was read. Start again once it is complete.")
         notes = "; ".join(filter(None, (origin.summary, *findings.formats)))
         about = {"hash": digest, "notes": notes, "untrained": findings.problem()}
-        contents = Contents(source=origin, **about)
-        if contents.documents.is_dir():
-            contents.documents.rename(fresh / "damaged")
-        draft.replace(contents.documents)
-    keep(entry, {"files": before, "documents": _stat(contents.documents), "contents": about})
-    return contents
+        path = _documents(entry, digest)
+        if path.is_dir():
+            path.rename(fresh / "damaged")
+        draft.replace(path)
+    keep(entry, {"files": before, "documents": _stat(path), "contents": about})
+    return Contents(name=origin.name, batches=_batches(origin, path), **about)
 
 
 def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
@@ -170,56 +209,37 @@ def _write(checked: Iterable[Document], path: Path, bar: Any) -> str:
     return digest.hexdigest()
 
 
-def cached_documents(contents: Contents, number: int) -> Iterator[Document]:
-    """Yield the documents of a batch in the cache."""
-    import pyarrow as pa
-
-    with pa.memory_map(str(contents.documents)) as file:
-        rows: list[dict[str, Any]] = pa.ipc.open_file(file).get_batch(number).to_pylist()
-    for row in rows:
-        file, line, *fields = ((name, value) for name, value in row.items() if value is not None)
-        kind, value = fields[0]
-        content = json.loads(value) if kind in ("messages", "turns") else dict(fields)
-        yield Document(kind=kind, content=content, where=contents.source.where(file[1], line[1]))
-
-
 def _mix(name: str, parts: list[tuple[Contents, float]], seed: int) -> Contents:
-    """Write the documents of several sources, as many as their weights say, as one Arrow file."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from filelock import FileLock
+    """Take as many documents of each part as its weight says."""
+    key = repr([seed, *((each.hash, weight, each.name) for each, weight in parts)])
+    batches: list[Batch] = []
+    notes: list[str] = []
+    for number, (each, weight) in enumerate(parts):
+        total = sum(batch.rows for batch in each.batches)
+        times = draw(each.name, total, weight, (seed, number))
+        notes += [f"{each.name}: {times.sum():,} of {total:,} rows", *filter(None, [each.notes])]
+        for batch in each.batches:
+            taken, times = times[: batch.rows], times[batch.rows :]
+            batches.append(batch._replace(times=taken, size=round(batch.size * taken.mean())))
+    return Contents(
+        name=name,
+        hash=hashlib.sha256(key.encode()).hexdigest(),
+        batches=batches,
+        notes="; ".join(notes),
+        untrained="; ".join(each.untrained for each, _ in parts if each.untrained),
+    )
 
-    key = repr([seed, *((each.hash, weight, each.source.name) for each, weight in parts)])
-    mixed_hash = hashlib.sha256(key.encode()).hexdigest()
-    source = Source(name=name, mixed=tuple(each.source for each, _ in parts))
-    notes, shift, folder = [], 0, cache_folder("documents")
-    with (
-        cache_errors(folder),
-        FileLock(folder / f"{mixed_hash}.lock"),
-        draft_folder(folder, mixed_hash) as fresh,
-        ExitStack() as stack,
-    ):
-        files = [pa.ipc.open_file(stack.enter_context(pa.memory_map(str(each.documents)))) for each, _ in parts]
-        writer = stack.enter_context(pa.ipc.new_file(str(fresh / "mixed"), files[0].schema))
-        for number, (file, (each, weight)) in enumerate(zip(files, parts, strict=True)):
-            batches = [file.get_batch(at) for at in range(file.num_record_batches)]
-            total = sum(batch.num_rows for batch in batches)
-            if not (count := round(weight * total)):
-                raise DataError(
-                    f"data {each.source.name}: a weight of {weight:g} takes none of {total:,} rows. Raise it."
-                )
-            # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
-            draw = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, number)))).permutation(total)
-            times = count // total + (draw < count % total)
-            for batch in batches:
-                rows, times = np.repeat(np.arange(len(batch)), times[: len(batch)]), times[len(batch) :]
-                moved = pc.add(batch.column("file"), pa.scalar(shift, pa.int32()))
-                writer.write_batch(batch.set_column(0, "file", moved).take(pa.array(rows)))
-            shift += len(each.source.places)
-            notes += [f"{each.source.name}: {count:,} of {total:,} rows", *filter(None, [each.notes])]
-        untrained = "; ".join(each.untrained for each, _ in parts if each.untrained)
-        mixed = Contents(source=source, hash=mixed_hash, notes="; ".join(notes), untrained=untrained)
-        stack.close()
-        (fresh / "mixed").replace(mixed.documents)
-    return mixed
+
+def draw(name: str, total: int, weight: float, seed: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """Return how often each of `total` documents is taken, `weight` × `total` in all.
+
+    Raises:
+        DataError: where that is none.
+    """
+    import numpy as np
+
+    if not (count := round(weight * total)):
+        raise DataError(f"data {name}: a weight of {weight:g} takes none of {total:,} rows. Raise it.")
+    # RandomState's stream is frozen by numpy's policy (NEP 19), so that a run can be resumed after an upgrade.
+    order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).permutation(total)
+    return count // total + (order < count % total)

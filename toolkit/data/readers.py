@@ -35,10 +35,15 @@ BATCH_ROWS = 500
 CSV, JSON, ARROW = (".csv", ".tsv"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow", ".feather")
 """Suffixes of tables and rows."""
 
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz"}
-BINARIES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
-ENCODINGS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-"""First bytes → what follows."""
+COMPRESSIONS = {
+    rb"\x1f\x8b": "gzip",
+    rb"\x28\xb5\x2f\xfd": "zstd",
+    rb"BZh\d(1AY&SY|\x17rE8P)": "bz2",
+    rb"\xfd7zXZ": "xz",
+}
+BINARIES = {rb"PAR1": "parquet", rb"ARROW1\0": "arrow", rb"\xff{4}": "arrow stream"}
+ENCODINGS = {rb"\xff\xfe\0\0": "utf-32", rb"\xff\xfe|\xfe\xff": "utf-16"}
+"""Pattern of the first bytes → what follows."""
 
 CSV_ERRORS = {"end of data": "a quote is not closed", "new-line": "a carriage return ends a line"}
 """Parts of the csv module's errors → what is wrong."""
@@ -52,10 +57,10 @@ REFUSED = (
     (rb".{257}ustar", "a tar archive", "Unpack it with tar -xf, and give the files"),
     (rb"Rar!|7z\xbc\xaf|\x04\x22\x4d\x18", "an archive (RAR, 7-Zip or lz4)", "Unpack it, and give the files"),
     (rb"version https://git-lfs", "a pointer of Git LFS", "Get the file with git lfs pull"),
-    (rb"%PDF", "a PDF", "Extract its text with pdftotext"),
+    (rb"%PDF-\d", "a PDF", "Extract its text with pdftotext"),
     (rb".{6}\0\0\{\"", "a safetensors file", "Weights belong to --model"),
     (rb"SQLite format 3", "an SQLite database", "Export a table: sqlite3 -header -csv"),
-    (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|OggS|ID3", "an image or sound", "Give text"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}(WAVE|AVI |WEBP)|OggS\0|ID3[\2-\4]", "an image or sound", "Give text"),
     (rb"[^\0]*\0", "a binary file, or UTF-16 without a byte order mark", "Give text in UTF-8"),
 )  # fmt: skip
 """Pattern of the first bytes, what a file is, and what to do with it."""
@@ -100,14 +105,14 @@ def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
             raise DataError(f"{path}: is {what}, expected text, JSON, CSV, parquet or arrow. {cure}.")
     if suffix in ARROW:
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
-    if suffix in ("", ".txt") and _OBJECT.match(head):
+    if suffix in ("", ".txt") and _OBJECT.match(head.decode(encoding or "utf-8", "ignore")):
         suffix = ".jsonl"
     text = Text(path, stream, encoding or "utf-8-sig")
     return _csv_table(text, suffix) if suffix in CSV else _json_table(text) if suffix in JSON else text
 
 
 def _match(head: bytes, table: Mapping[bytes, str]) -> str:
-    return next((name for first, name in table.items() if head.startswith(first)), "")
+    return next((name for pattern, name in table.items() if re.match(pattern, head, re.DOTALL)), "")
 
 
 @contextlib.contextmanager
@@ -137,9 +142,9 @@ class Text:
         self._decoder = codecs.getincrementaldecoder(encoding)()
         self._bytes, self._line = 0, 1
 
-    def read(self, size: int = PIECE) -> str:
-        """Return the next characters; none at the end."""
-        data = self._stream.read(size)
+    def read(self, size: int = 0) -> str:
+        """Return the characters of the next `size` bytes, or of a piece; none at the end."""
+        data = self._stream.read(size := max(size, PIECE))
         self._bytes += len(data)
         try:
             text = self._decoder.decode(data, final=len(data) < size)
@@ -179,7 +184,15 @@ def _csv_table(text: Text, suffix: str) -> Table:
     header = "".join(head).splitlines()[:1]
     delimiter = max(marks, key=lambda mark: len(next(csv.reader(header, delimiter=mark), ())))
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
-    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
+    written: list[str] = []
+
+    def remembered() -> Iterator[str]:
+        """Yield the lines. Keep those of a row as they are in the file."""
+        for line in chain(head, lines):
+            written.append(line)
+            yield line
+
+    reader = csv.reader(remembered(), delimiter=delimiter, strict=True)
 
     def records() -> Iterator[tuple[int, list[str]]]:
         start = 1
@@ -188,6 +201,7 @@ def _csv_table(text: Text, suffix: str) -> Table:
                 if cells:  # a blank line is no row
                     yield start, cells
                 start = reader.line_num + 1
+                written.clear()
         except csv.Error as error:
             problem = next((text for part, text in CSV_ERRORS.items() if part in str(error)), f"malformed CSV: {error}")
             cure = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
@@ -196,17 +210,22 @@ def _csv_table(text: Text, suffix: str) -> Table:
     rows = records()
     names = [name.strip() for _, cells in islice(rows, 1) for name in cells]
 
-    def read(_: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    # The csv module takes such a cell as text with quotes in it.
+    blank_quote = re.compile(rf'(?:^|{re.escape(delimiter)})[ \t]+"')
+
+    def read(used: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
         for line, cells in rows:
             if len(cells) != len(names):
                 problem = f"{len(cells)} cell{'s' * (len(cells) != 1)}, expected {len(names)} as in the header"
                 cure = f"Put quotes around a cell that contains {delimiter!r}, or correct the row"
                 raise DataError(f"{text.path}, line {line}: {problem}. {cure}.")
-            if odd := next((cell for cell in cells if _BLANK_QUOTE.fullmatch(cell)), None):
+            row = dict(zip(names, cells, strict=True))
+            odd = next((row[name] for name in used if _BLANK_QUOTE.fullmatch(row[name])), None)
+            if odd and blank_quote.search("".join(written)):
                 raise DataError(
                     f"{text.path}, line {line}: blanks before the quote of {shorten_value(odd)!r}. Remove them."
                 )
-            yield line, dict(zip(names, cells, strict=True))
+            yield line, row
 
     return Table(columns=names, read=read, line=1, note="" if delimiter == "," else f"delimiter {delimiter!r}")
 
@@ -238,7 +257,7 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
                 problem, end = getattr(error, "msg", str(error)), getattr(error, "pos", start)
         # What ends with the piece may go on. A long value is tried again after twice its length.
         cut = (end > len(buffer) - 8 or problem.startswith("Unterminated")) and len(buffer) - at < WHOLE
-        if cut and (piece := text.read(max(PIECE, len(buffer) - at))):
+        if cut and (piece := text.read(len(buffer) - at)):
             buffer, at = buffer[at:] + piece, 0
             continue
         marks, done = "".join(buffer[at:start].split()), start == len(buffer)
@@ -259,8 +278,8 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
         line, at = line + buffer.count("\n", start, end), end
 
 
-_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"[^"\n]+"\s*:')
-_BLANK_QUOTE = re.compile(r'\s+".*"\s*', re.DOTALL)
+_OBJECT = re.compile(r'\ufeff?\s*(\[\s*)?\{\s*"[^"\n]+"\s*:')
+_BLANK_QUOTE = re.compile(r'[ \t]+".*"\s*', re.DOTALL)
 _GAP = re.compile(r"[ \t\r\n,\[\]]*")
 
 

@@ -166,11 +166,10 @@ def prepare_data(
     contents = source if isinstance(source, Contents) else ingest(source, **reading)
     if mask_prompts and contents.untrained:
         raise DataError(
-            f"data {contents.source.name}: {contents.untrained}. Name its roles 'user' and 'assistant', or use --no-mask-prompts."
+            f"data {contents.name}: {contents.untrained}. Name its roles 'user' and 'assistant', or use --no-mask-prompts."
         )
     encoder = Encoder(
         tokenizer=tokenizer,
-        eos=tokenizer.eos_token_id,
         mask_prompts=mask_prompts,
         template=template,
         seq2seq=spec.kind == "seq2seq",

@@ -57,14 +57,10 @@ class Source:
     """Opens a dataset of the Hub, or one that `save_to_disk` wrote."""
     summary: str = ""
     """Of a folder: the files that are read and those that are left out."""
-    mixed: tuple[Source, ...] = ()
-    """The sources of a mixture, one after the other."""
 
     @cached_property
     def places(self) -> tuple[str, ...]:
         """The names of files, or of the dataset, for messages."""
-        if self.mixed:
-            return tuple(place for source in self.mixed for place in source.places)
         return (self.name,) if self.dataset else tuple(map(str, self.files))
 
     def where(self, file: int, line: int) -> str:

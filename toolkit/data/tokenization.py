@@ -23,7 +23,7 @@ from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child, hold_signals
 from toolkit.data.files import Document
-from toolkit.data.ingestion import Contents, cached_documents
+from toolkit.data.ingestion import Batch, Contents
 from toolkit.models.chat_template import ChatTemplate, Rendered
 
 BATCH, BATCH_CHARACTERS = 256, 2**19
@@ -55,9 +55,9 @@ class Encoder:
     """A tokenizer, and how it is used here."""
 
     tokenizer: Any
-    eos: int
-    mask_prompts: bool
-    template: str | None
+    """With a token that ends a sequence."""
+    mask_prompts: bool = True
+    template: str | None = None
     """The chat template's text; None uses the tokenizer's own."""
     seq2seq: bool = False
     train_on: str = TRAIN_ON[0]
@@ -114,7 +114,8 @@ class Encoder:
         return tokenizer
 
     def _with_eos(self, ids: list[int]) -> list[int]:
-        return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
+        eos = self.tokenizer.eos_token_id
+        return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def _encode(self, texts: list[Rendered], special: bool) -> Iterator[Encoded]:
         masked = any(each.spans is not None for each in texts)
@@ -228,7 +229,7 @@ def read_template(template: str | Path | None) -> str | None:
 PROCESS_BYTES = 32 << 20
 """Bytes of documents for each process: fewer cost less time than another process."""
 
-_work: tuple[Contents, Encoder]
+_work: tuple[Sequence[Batch], Encoder]
 """The documents and the encoder of a worker process; set as it starts."""
 
 
@@ -238,32 +239,28 @@ def tokenize(contents: Contents, encoder: Encoder) -> Iterator[Encoded]:
     Raises:
         DataError: as `Encoder.encode`, and for a process that was killed.
     """
-    import pyarrow as pa
-
-    size = contents.documents.stat().st_size
+    batches, size = contents.batches, sum(batch.size for batch in contents.batches)
     processes = min(_cores(), size // PROCESS_BYTES)
-    with pa.memory_map(str(contents.documents)) as file, progress_bar("tokenizing", size, "B") as bar:
-        reader = pa.ipc.open_file(file)
-        sizes = (reader.get_batch(number).nbytes for number in range(reader.num_record_batches))
-        batches: Iterator[Iterable[Encoded]] = (
-            _by_processes(contents, encoder, processes, reader.num_record_batches)
-            if processes > 1
-            else (encoder.encode(cached_documents(contents, number)) for number in range(reader.num_record_batches))
-        )
-        for nbytes, batch in zip(sizes, batches, strict=True):
-            yield from batch
-            bar.update(nbytes)
+    encoded: Iterator[Iterable[Encoded]] = (
+        _by_processes(batches, encoder, processes)
+        if processes > 1
+        else (encoder.encode(batch.documents()) for batch in batches)
+    )
+    with progress_bar("tokenizing", size, "B") as bar:
+        for batch, documents in zip(batches, encoded, strict=True):
+            yield from documents
+            bar.update(batch.size)
 
 
-def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: int) -> Iterator[list[Encoded]]:
+def _by_processes(batches: Sequence[Batch], encoder: Encoder, processes: int) -> Iterator[list[Encoded]]:
     """Yield batches in order; at most two for each process are encoded ahead."""
     others = multiprocessing.active_children()
     ahead: deque[Future[list[Encoded]]] = deque()
     fork = multiprocessing.get_context("fork")
-    work = (os.getpid(), contents, encoder)
+    work = (os.getpid(), batches, encoder)
     pool = ProcessPoolExecutor(processes, mp_context=fork, initializer=_start, initargs=work)
     try:
-        for number in range(count):
+        for number in range(len(batches)):
             with hold_signals():  # the first one forks all processes
                 ahead.append(pool.submit(_encode, number))
             if len(ahead) == 2 * processes:
@@ -280,10 +277,10 @@ def _by_processes(contents: Contents, encoder: Encoder, processes: int, count: i
         pool.shutdown(cancel_futures=True)
 
 
-def _start(parent: int, contents: Contents, encoder: Encoder) -> None:
+def _start(parent: int, batches: Sequence[Batch], encoder: Encoder) -> None:
     global _work
     begin_child(parent)
-    _work = contents, encoder
+    _work = batches, encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the tokenizer do not survive a fork
 
 
@@ -291,10 +288,10 @@ def _encode(number: int) -> list[Encoded]:
     """Return a batch with tokens as arrays: they are sent in a tenth of the bytes."""
     import numpy as np
 
-    contents, encoder = _work
+    batches, encoder = _work
     return [
         replace(each, ids=np.asarray(each.ids, np.int32), trained=np.asarray(each.trained, bool))  # type: ignore[arg-type]
-        for each in encoder.encode(cached_documents(contents, number))
+        for each in encoder.encode(batches[number].documents())
     ]
 
 

@@ -1,0 +1,186 @@
+"""Memory and speed of preparing a large JSONL file, beside `datasets.map(batched=True)` over the same tokenizer.
+
+    python benchmarks/data_corpus.py                  # 4 GB for the memory, pairs of 100 MB for the speed
+    python benchmarks/data_corpus.py --smoke          # 2 MB each, results in a temporary folder
+
+Rows are pieces of the standard library's sources: texts of 2,000 characters, or conversations of four messages. Memory is that of
+the process that prepares and of its children, looked at every 100 ms: the resident set of each added up (shared pages count in
+each), and its proportional part. Speed is bytes of the file a second, from the file to what is stored; `datasets.map` gets its rows
+from `load_dataset("json")`, and has as many processes. Both sides in turn, each in a process and a cache of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from machine import about, parse, parser, write_results
+
+from toolkit.core.display import Table
+from toolkit.core.units import format_bytes
+
+LIMIT = 2**30
+"""Bytes of resident memory."""
+
+SEQ_LEN, PIECE = 1024, 2_000
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_corpus(path: Path, size: int, chat: bool) -> None:
+    """Write rows until the file has `size` bytes."""
+    from toolkit.data import embedded_files
+
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in embedded_files()]
+    pieces = [text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE)]
+    with path.open("w") as file:
+        for number, piece in zip(itertools.count(), itertools.cycle(pieces)):
+            quarter = len(piece) // 4 + 1
+            parts = [f"{number} {piece[at : at + quarter]}x" for at in range(0, len(piece), quarter)]
+            turns = [{"role": ("user", "assistant")[at % 2], "content": part} for at, part in enumerate(parts[-2:] * 2)]
+            file.write(json.dumps({"messages": turns} if chat else {"text": f"{number} {piece}"}) + "\n")
+            if file.tell() >= size:
+                return
+
+
+def ours(spec: Any, path: Path, folder: Path, chat: bool) -> int:
+    """Prepare the file. Return the number of its tokens."""
+    from toolkit.data import prepare_data
+    from toolkit.models.hf_loading import load_tokenizer
+
+    template = TEMPLATE if chat else None
+    return prepare_data(path, load_tokenizer(spec), spec, seq_len=SEQ_LEN, chat_template=template).tokens
+
+
+def theirs(spec: Any, path: Path, folder: Path, chat: bool) -> int:
+    """Tokenize the file with `datasets`."""
+    import datasets
+
+    from toolkit.models.hf_loading import load_tokenizer
+
+    tokenizer = load_tokenizer(spec)
+    data = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder))
+
+    def encode(batch: dict[str, list[Any]]) -> Any:
+        if not chat:
+            return tokenizer(batch["text"])
+        return tokenizer.apply_chat_template(batch["messages"], chat_template=TEMPLATE, return_dict=True)
+
+    cores = len(os.sched_getaffinity(0))
+    data = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=cores)
+    return sum(map(len, data["input_ids"][:100]))
+
+
+def child(sending: Any, work: Callable[[Path, Path, bool], int], path: Path, folder: str, chat: bool) -> None:
+    """Send the tokens and the seconds of `work`, without what the first file of a process costs."""
+    os.environ["XDG_CACHE_HOME"] = folder
+    first = Path(folder) / "first.jsonl"
+    write_corpus(first, 10_000, chat)
+    work(first, Path(folder), chat)
+    begin = time.perf_counter()
+    tokens = work(path, Path(folder), chat)
+    sending.send({"tokens": tokens, "seconds": time.perf_counter() - begin})
+
+
+def measure(work: Callable[[Path, Path, bool], int], path: Path, chat: bool) -> dict[str, Any]:
+    """Return the seconds and the highest memory of `work` in a process of its own with an empty cache."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(sending, work, path, folder, chat))
+        process.start()
+        sending.close()
+        peaks = [0, 0]
+        while not receiving.poll(0.1):
+            peaks = [max(pair) for pair in zip(peaks, memory(process.pid or 0), strict=True)]
+        result: dict[str, Any] = receiving.recv()
+        process.join()
+    return {**result, "resident": peaks[0], "proportional": peaks[1], "bytes": path.stat().st_size}
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """Return the resident and the proportional bytes of a process and its descendants."""
+    sums = {"Rss": 0, "Pss": 0}
+    for each in descendants(pid):
+        try:
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        for name in sums:
+            sums[name] += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return sums["Rss"], sums["Pss"]
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:  # it has ended
+            continue
+        for child in children:
+            yield from descendants(int(child))
+
+
+def row(name: str, one: dict[str, Any], ratio: str = "") -> tuple[str, ...]:
+    """Return a line of the table."""
+    sizes = [format_bytes(one[name]) for name in ("bytes", "resident", "proportional")]
+    return name, sizes[0], f"{one['seconds']:.1f} s", ratio, *sizes[1:]
+
+
+def main() -> int:
+    """Measure, show, write; 1 where the memory is over the limit."""
+    from toolkit.config.run_config import EMBEDDED
+    from toolkit.data import resolve_spec
+
+    flags = parser(__doc__)
+    flags.add_argument(
+        "--megabytes", type=float, default=4_000, help="of the file for the memory (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--speed-megabytes", type=float, default=100, help="of those for the speed (default: %(default)s)"
+    )
+    flags.add_argument("--pairs", type=int, default=5, help="for the speed (default: %(default)s)")
+    flags.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder, free for 7 times the file"
+    )
+    options = parse(flags, megabytes=2, speed_megabytes=2, pairs=1)
+    options.work.mkdir(parents=True, exist_ok=True)
+    spec = resolve_spec(EMBEDDED)
+    sides = {"ours": partial(ours, spec), "datasets.map": partial(theirs, spec)}
+    result: dict[str, Any] = {**about(), "limit_bytes": LIMIT, "speed": {}}
+    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+        path = Path(folder) / "corpus.jsonl"
+        write_corpus(path, round(options.megabytes * 1e6), chat=False)
+        large = result["memory"] = measure(sides["ours"], path, False)
+        rows = [row("text", large)]
+        for kind in ("text", "conversations"):
+            chat = kind == "conversations"
+            write_corpus(path, round(options.speed_megabytes * 1e6), chat)
+            pairs = [{name: measure(work, path, chat) for name, work in sides.items()} for _ in range(options.pairs)]
+            ratio = statistics.median(pair["datasets.map"]["seconds"] / pair["ours"]["seconds"] for pair in pairs)
+            result["speed"][kind] = {"ratio": ratio, "pairs": pairs}
+            rows.append(row(kind, pairs[0]["ours"], f"{ratio:.2f}"))
+    columns = ("rows", "file", "seconds", "speed / datasets.map", "resident", "proportional")
+    table = Table(title="Preparing a large file", columns=columns, rows=rows)
+    print(table.text())
+    write_results(options.results, "data_corpus", "Preparing a large file", result, table.text())
+    return int(large["resident"] > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
