@@ -286,7 +286,7 @@ def test_what_a_folder_holds(name: str, tmp_path: Path) -> None:
     [
         (
             "a.parquet b.csv c.txt d.jsonl README.md",
-            r"tables \(a.parquet, b.csv\) and text \(c.txt, d.jsonl\)\. Expected one of the two\. Name a single file",
+            r"tables \(a.parquet, b.csv\) and text \(c.txt\)\. Expected one of the two\. Name a single file",
         ),
         (
             "test.csv val.csv",

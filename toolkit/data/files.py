@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.errors import DataError, nearest
-from toolkit.data.formats import FORMATS, NAMES, check, find_format
+from toolkit.data.formats import FORMATS, NAMES, find_format
+from toolkit.data.messages import check
 from toolkit.data.readers import LONGEST, Table, Text, read_errors
 from toolkit.data.sources import Source
 
@@ -28,13 +29,15 @@ class Document:
     """The index of its file in the source."""
     line: int = 0
     """Its line there; of a text the lines before it; below 0: minus the number of its row in a table."""
+    joined: bool = False
+    """A question and its answer that became prompt and completion, with nothing between them."""
 
     def resolve(self, chat: bool) -> Document:
         """Return `turns` as a conversation, if there is a chat template, else as prompt and completion."""
         if self.kind != "turns" or chat:
             return replace(self, kind="messages") if self.kind == "turns" else self
         *before, last = (message["content"] for message in self.content["messages"])
-        return replace(self, kind="prompt", content={"prompt": "\n\n".join(before), "completion": last})
+        return replace(self, kind="prompt", content={"prompt": "\n\n".join(before), "completion": last}, joined=True)
 
 
 @dataclass(kw_only=True)
@@ -97,13 +100,25 @@ def documents(
             f"data_format {data_format!r} is unknown.{nearest(data_format, FORMATS)} Known: {', '.join(FORMATS)}."
         )
     findings = findings or Findings()
+    empty: list[EmptyFile] = []
     for file in range(len(source.places)):
-        with read_errors(source.places[file]), source.open(file) as data:
-            if isinstance(data, Text):
-                findings.names["text"] = None
-                yield from _texts(data, file)
-            else:
-                yield from _rows(data, file, source, data_format, renamed, findings)
+        try:
+            with read_errors(source.places[file]), source.open(file, NAMES) as data:
+                if isinstance(data, Text):
+                    findings.names["text"] = None
+                    yield from _texts(data, file)
+                else:
+                    yield from _rows(data, file, source, data_format, renamed, findings)
+        except EmptyFile as error:
+            empty.append(error)
+    if len(empty) == len(source.places):
+        raise empty[0]
+    if empty:
+        findings.formats[f"{len(empty):,} empty files"] = None
+
+
+class EmptyFile(DataError):
+    """A file without text or rows, which is no error among others."""
 
 
 def _texts(text: Text, file: int) -> Iterator[Document]:
@@ -131,7 +146,8 @@ def _rows(
     table: Table, file: int, source: Source, data_format: str, renamed: Mapping[str, str], findings: Findings
 ) -> Iterator[Document]:
     """Yield the rows of a table as documents. The columns decide the format; of JSON, those of the first row."""
-    if table.inner and not set(NAMES) & {column.strip().casefold() for column in table.columns}:
+    known = {*NAMES, *renamed.values()}
+    if table.inner and not known & {*table.columns, *(column.strip().casefold() for column in table.columns)}:
         table = table.inner
     used: list[str] = []
     line, where = None, source.where(file, table.line)
@@ -150,6 +166,8 @@ def _rows(
         yield Document(kind=kind, content=content, where=where, file=file, line=line)
     if line is None:
         raise _empty(source.places[file])
+    if form.unused:
+        findings.formats[f"not used in messages: {', '.join(form.unused)}"] = None
 
 
 def _placed(place: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -160,5 +178,5 @@ def _placed(place: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise DataError(f"{place}: {error}") from error
 
 
-def _empty(place: str | Path) -> DataError:
-    return DataError(f"{place}: the file is empty, or a header alone. Give one with text or rows, or leave it out.")
+def _empty(place: str | Path) -> EmptyFile:
+    return EmptyFile(f"{place}: the file is empty, or a header alone. Give one with text or rows, or leave it out.")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.core.atomic_io import shorten_value, unique_names
 from toolkit.core.errors import DataError, nearest
-from toolkit.data.readers import check_size
+from toolkit.data.messages import check, read_messages, read_text, read_tools
 
-SYSTEM = {"system?": "system system_prompt", "tools?": "tools"}
+SYSTEM = {"system?": "system system_prompt", "tools?": "tools functions"}
 
 FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "prompt-completion": ("prompt", {"prompt": "prompt", "completion": "completion", **SYSTEM}),
     "prompt-response": ("prompt", {"prompt": "prompt", "completion": "response", **SYSTEM}),
     "messages": ("messages", {"messages": "messages conversation dialogue dialog chat turns", **SYSTEM}),
     "sharegpt": ("messages", {"messages": "conversations", **SYSTEM}),
-    "alpaca": ("turns", {"prompt": "instruction", "completion": "output", "input?": "input", **SYSTEM}),
+    "alpaca": ("turns", {"prompt": "instruction", "completion": "output", "input?": "input", "history?": "history", **SYSTEM}),
     "dolly": ("turns", {"prompt": "instruction", "completion": "response", "input?": "context", **SYSTEM}),
     "question-answer": ("turns", {"prompt": "question", "completion": "answer response", "input?": "context", **SYSTEM}),
     "query-response": ("turns", {"prompt": "query", "completion": "response", **SYSTEM}),
@@ -31,22 +30,11 @@ FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 NAMES = sorted({name for _, fields in FORMATS.values() for columns in fields.values() for name in columns.split()})
 """Names of columns, which `--columns` gives to others."""
 
-_ROLES = {
-    "user": "user human prompter", "assistant": "assistant gpt model bot chatbot ai chatgpt function_call",
-    "system": "system developer", "tool": "tool function observation tool_response ipython",
-}  # fmt: skip
-ROLES = {spelled: role for role, names in _ROLES.items() for spelled in names.split()}
-"""A role, in lower case → the templates' name of it. Other roles are handed to the template as they are."""
+PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
+RATED = {"completion", "response", "messages", "conversations"}
+"""Columns of preferences, and of answers that a `label` may call good or bad."""
 
-_FIELDS = "role content tool_calls name tool_call_id weight reasoning_content"
-FIELDS = {name: name for name in _FIELDS.split()} | {
-    "from": "role", "value": "content", "text": "content", "function_call": "tool_calls", "train": "weight",
-    "training": "weight", "thinking": "reasoning_content", "reasoning": "reasoning_content",
-}  # fmt: skip
-"""Names of a message's fields → the templates' names."""
-
-TYPES = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}
-"""Names of JSON's types, for messages."""
+TURN = ("user", "assistant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +45,8 @@ class Format:
     kind: str
     columns: Mapping[str, str]
     """Field → its column in the table."""
+    unused: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Fields of messages that were left out; of all rows until now."""
 
     def document(self, row: Any) -> tuple[str, dict[str, Any]]:
         """Return a row's kind and content, as `files.Document` has them.
@@ -75,12 +65,18 @@ class Format:
             if field[-1] == "?" and (not value or str(value).isspace()):
                 continue
             if field == "messages" or (self.kind == "prompt" and field[-1] != "?" and isinstance(value, list)):
-                value = _messages(value, what)
+                value = read_messages(value, what, self.unused)
+            elif field == "history?":
+                pairs = [check(pair, list, "a pair of 'history'") for pair in check(value, list, what)]
+                value = read_messages(
+                    [{"role": role, "content": text} for pair in pairs for role, text in zip(TURN, pair, strict=False)],
+                    what,
+                    self.unused,
+                )
             elif field == "tools?":
-                value = [_parsed(tool, dict, "a tool") for tool in _parsed(value, list, what, empty=True)]
-                check_encodable(json.dumps(value, ensure_ascii=False), what)
+                value = read_tools(value, what)
             else:
-                check(value, str, what)
+                value = check(read_text(value, what) if field == "system?" else value, str, what)
             values[field.strip("?")] = value
         texts = all(isinstance(values.get(name, ""), str) for name in ("prompt", "completion"))
         if self.kind == "text" or (self.kind == "prompt" and texts and values.keys() == {"prompt", "completion"}):
@@ -90,16 +86,16 @@ class Format:
             text = f"{prompt}\n\n{values['input']}" if values.get("input") else prompt
             before = prompt if isinstance(prompt, list) else [{"role": "user", "content": text}]
             after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
-            values["messages"] = [
-                turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in before
-            ] + after
+            before = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in before]
+            values["messages"] = [*values.get("history", ()), *before, *after]
         system, first = values.get("system"), values["messages"][0]
         if system and first["role"] != "system":
             values["messages"].insert(0, {"role": "system", "content": system})
         elif system and first.get("content") != system:
             raise DataError("has a system text in a column and another in its messages. Keep one of them.")
         content = {name: values[name] for name in ("messages", "tools") if values.get(name)}
-        return "turns" if self.kind != "messages" and texts and "tools" not in content else "messages", content
+        single = self.kind != "messages" and texts and not values.keys() & {"tools", "history"}
+        return "turns" if single else "messages", content
 
 
 def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, str]) -> Format:
@@ -119,15 +115,15 @@ def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, 
         raise missing_column(missing, columns)
     names = {column.strip().casefold(): column for column in reversed(columns)}
     names |= {column.strip(): column for column in columns} | dict(renamed)
-    if {"chosen", "rejected"} <= names.keys() and data_format == "auto" and not renamed:
+    if any(pair <= names.keys() for pair in PREFERENCES) and data_format == "auto" and not renamed:
         raise DataError(
-            "rows with 'chosen' and 'rejected' are preferences, which need another loss. Use TRL's DPOTrainer, or train on"
+            "rows with a chosen and a rejected answer are preferences, which need another loss. Use TRL's DPOTrainer, or train on"
             " the chosen answers alone: --columns completion=chosen (conversations: --columns messages=chosen)."
         )
-    if {"prompt", "completion", "label"} <= names.keys() and data_format == "auto" and not renamed:
+    if "label" in names and names.keys() & RATED and data_format == "auto" and not renamed:
         raise DataError(
-            "rows with 'completion' and 'label' tell good answers from bad ones, which needs another loss. Use TRL's KTOTrainer,"
-            " keep the good rows alone, or train on all of them: --data-format prompt-completion."
+            "rows with an answer and its 'label' tell good answers from bad ones, which needs another loss. Use TRL's KTOTrainer,"
+            " keep the good rows alone, or train on all of them: --data-format prompt-completion (or messages, sharegpt)."
         )
     # Rows of JSON may have an optional field that the first one lacks.
     fits = {
@@ -160,101 +156,3 @@ def missing_column(name: str, columns: Iterable[str]) -> DataError:
         " 'messages', or columns of another --data-format. Name them: --columns prompt=question,completion=answer, or"
         " --text-column NAME."
     )
-
-
-def _messages(value: Any, what: str) -> list[dict[str, Any]]:
-    """Return a conversation with the roles and fields that chat templates know."""
-    return [_message(each, f"message {at}") for at, each in enumerate(_parsed(value, list, what))]
-
-
-def _message(value: Any, name: str) -> dict[str, Any]:
-    if (
-        check(value, dict, name).keys() == {"role", "content"}
-        and value["role"] in ("user", "assistant", "system", "tool")
-        and _is_text(value["content"])
-    ):
-        return {"role": value["role"], "content": check(value["content"], str, name)}
-    message: dict[str, Any] = {}
-    # The templates' own names come first: where a message has two names of a field, theirs counts.
-    for key, item in sorted(value.items(), key=lambda pair: pair[0] not in FIELDS.values()):
-        field = FIELDS.get(key.strip().casefold())
-        if field and message.get(field) is None and (item is not None or field == "content"):
-            message[field] = item
-    if missing := [field for field in ("role", "content") if field not in message and "tool_calls" not in message]:
-        raise DataError(f"{name} lacks {' and '.join(map(repr, missing))}. Correct or remove the row.")
-    role = check(message.get("role"), str, f"{name}'s 'role'")
-    message["role"] = ROLES.get(role.strip().casefold(), role)
-    if role.strip().casefold() == "function_call":
-        message["tool_calls"] = message.pop("content", None)
-    if calls := message.pop("tool_calls", None):
-        calls = _parsed(calls, list | dict, f"{name}'s 'tool_calls'")
-        calls = [calls] if isinstance(calls, dict) else calls
-        message["tool_calls"] = [_tool_call(call, name) for call in calls]
-    content = message.pop("content", None)
-    if isinstance(content, list):
-        content = "".join(_part(part, name) for part in content)
-    empty = calls or (content == "" and (message["role"] in ("system", "tool") or "reasoning_content" in message))
-    if content is not None or not empty:
-        message["content"] = content if content in ("", None) and empty else check(content, str, f"{name}'s 'content'")
-    if "reasoning_content" in message:  # templates read it under one of two names
-        message["thinking"] = check(message["reasoning_content"], str, f"{name}'s 'reasoning_content'")
-    if message.get("weight", 1) not in (0, 1):
-        raise DataError(f"{name}'s 'weight' is {message['weight']!r}, expected 0 (not trained) or 1. Correct it.")
-    check_encodable(json.dumps(message, ensure_ascii=False), name)
-    return message
-
-
-def _part(part: Any, name: str) -> str:
-    """Return the text of one part of a message's content."""
-    kind, text = (part.get("type", "text"), part.get("text")) if isinstance(part, dict) else ("text", part)
-    if kind != "text" or not isinstance(text, str):
-        raise DataError(f"{name} has a part of type {kind!r}, expected text alone. Remove the row.")
-    return text
-
-
-def _tool_call(call: Any, name: str) -> dict[str, Any]:
-    """Return a call as templates expect it, with its arguments as an object."""
-    call = _parsed(call, dict, f"{name}'s call of a tool")
-    function = _parsed(call.get("function", call), dict, f"{name}'s function")
-    if not isinstance(function.get("name"), str):
-        raise DataError(f"{name} has a call without the name of its function. Correct or remove the row.")
-    arguments = function.get("arguments", function.get("parameters")) or "{}"
-    arguments = _parsed(arguments, dict, f"{name}'s 'arguments'", empty=True)
-    call = {"id": call["id"]} if call.get("id") else {}
-    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _parsed(value: Any, kind: Any, what: str, empty: bool = False) -> Any:
-    """Return a list or an object, which may be written as a string of JSON. `empty`: it may have no element."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value, object_pairs_hook=unique_names)
-        except (ValueError, RecursionError) as error:
-            problem = f"is a string that is not JSON ({error}): {shorten_value(value)}"
-            raise DataError(f"{what} {problem}. Write it with json.dumps.") from error
-    return value if empty and isinstance(value, kind) else check(value, kind, what)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and not value.isspace()
-
-
-def check(value: Any, kind: Any, what: str) -> Any:
-    """Return `value` if it is of this type and not empty."""
-    if not (_is_text(value) if kind is str else isinstance(value, kind) and value):
-        actual = "empty" if isinstance(value, kind) else TYPES.get(type(value).__name__, shorten_value(value))
-        names = " or ".join(TYPES[each.__name__] for each in getattr(kind, "__args__", (kind,)))
-        expected = f"{names}{' that is not empty' * (kind is not dict)}"
-        raise DataError(f"{what} is {actual}, expected {expected}. Correct or remove the row.")
-    if kind is str:
-        check_size(len(value), what)
-        check_encodable(value, what)
-    return value
-
-
-def check_encodable(text: str, what: str) -> None:
-    """Refuse text that is not Unicode: JSON can write half of a surrogate pair."""
-    try:
-        _ = text.isascii() or text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{what} holds half of a surrogate pair ({text[error.start]!a}). Remove it.") from error

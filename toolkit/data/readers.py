@@ -32,8 +32,18 @@ WHOLE = 2**30
 BATCH_ROWS = 500
 """Rows of a table that become Python objects at once."""
 
-CSV, JSON, ARROW = (".csv", ".tsv"), (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow", ".feather")
+CSV, ARROW = (".csv", ".tsv", ".tab", ".psv"), (".parquet", ".arrow", ".feather")
+JSON = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json")
 """Suffixes of tables and rows."""
+
+PLAIN = (".txt", ".text")
+"""Suffixes that tell nothing: rows are found by content."""
+
+TEXT = (
+    *PLAIN, ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
+    ".java", ".js", ".ts", ".rb", ".sh", ".sql", ".html", ".css", ".toml", ".yaml", ".yml",
+)  # fmt: skip
+"""Text in a folder. A single file with any other ending is read as text too."""
 
 COMPRESSIONS = {
     rb"\x1f\x8b": "gzip",
@@ -82,8 +92,10 @@ class Table:
     """The delimiter of a CSV file that is not the comma."""
 
 
-def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
+def open_file(path: Path, file: Any, suffix: str, names: Sequence[str] = ()) -> Text | Table:
     """Return the data in an open file: rows by its content or its suffix (without one of compression), else text.
+
+    `names`: columns that tell a table by its header.
 
     Raises:
         DataError: for a file that is neither text nor a table, with what it is and what to do.
@@ -105,10 +117,26 @@ def open_file(path: Path, file: Any, suffix: str) -> Text | Table:
             raise DataError(f"{path}: is {what}, expected text, JSON, CSV, parquet or arrow. {cure}.")
     if suffix in ARROW:
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
-    if suffix in ("", ".txt") and _OBJECT.match(head.decode(encoding or "utf-8", "ignore")):
-        suffix = ".jsonl"
+    start = head.decode(encoding or "utf-8", "ignore").removeprefix("\ufeff")
+    if suffix in PLAIN or suffix not in (*CSV, *JSON, *TEXT):
+        header = [cell.strip(" \"'").casefold() for cell in re.split("[\t,;|]", start.partition("\n")[0].strip())]
+        suffix = ".csv" if len(header) > 1 and set(header) <= set(names) else ".jsonl" if _holds_rows(start) else suffix
     text = Text(path, stream, encoding or "utf-8-sig")
-    return _csv_table(text, suffix) if suffix in CSV else _json_table(text) if suffix in JSON else text
+    if suffix in CSV:
+        return _csv_table(text, suffix)
+    return _json_table(text, suffix == ".json" and start.lstrip()[:1] == "{") if suffix in JSON else text
+
+
+def _holds_rows(start: str) -> bool:
+    """Return whether a text begins with an object of JSON that fills its line, or an array of them."""
+    if (match := _OBJECT.match(start)) is None:
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(start, start.index("{"))
+    except (ValueError, RecursionError):  # longer than what was read, or damaged
+        return True
+    rest = start[end:].lstrip(" \t\r")
+    return not rest or (rest[0] in (",\n]" if match[1] else "\n") and not (rest[0] == "]" and rest[1:].strip()))
 
 
 def _match(head: bytes, table: Mapping[bytes, str]) -> str:
@@ -151,9 +179,10 @@ class Text:
         except UnicodeDecodeError as error:
             line = self._line + error.object[: error.start].count(b"\n")
             at = self._bytes - len(error.object) + error.start
+            encoding = "WINDOWS-1252" if 0x80 <= error.object[error.start] < 0xA0 else "LATIN1"
             raise DataError(
                 f"{self.path}, line {line}: not {self._encoding.removesuffix('-sig').upper()} at byte {at} of the file"
-                f" ({error.object[error.start]:#04x}). Convert it: iconv -f LATIN1 -t UTF-8"
+                f" ({error.object[error.start]:#04x}). Convert it: iconv -f {encoding} -t UTF-8"
             ) from error
         self._line += text.count("\n")
         return text
@@ -182,6 +211,9 @@ def _csv_table(text: Text, suffix: str) -> Table:
     head = list(islice(lines, 1))
     marks = "\t,;|" if suffix == ".tsv" else ",;\t|"
     header = "".join(head).splitlines()[:1]
+    skipped = bool(header and re.fullmatch(r"sep=.", header[0]))  # Excel writes the delimiter so
+    if skipped:
+        marks, head = header[0][-1], list(islice(lines, 1))
     delimiter = max(marks, key=lambda mark: len(next(csv.reader(header, delimiter=mark), ())))
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
     written: list[str] = []
@@ -195,12 +227,12 @@ def _csv_table(text: Text, suffix: str) -> Table:
     reader = csv.reader(remembered(), delimiter=delimiter, strict=True)
 
     def records() -> Iterator[tuple[int, list[str]]]:
-        start = 1
+        start = 1 + skipped
         try:
             for cells in reader:
-                if cells:  # a blank line is no row
+                if any(cells):  # a blank line is no row
                     yield start, cells
-                start = reader.line_num + 1
+                start = reader.line_num + 1 + skipped
                 written.clear()
         except csv.Error as error:
             problem = next((text for part, text in CSV_ERRORS.items() if part in str(error)), f"malformed CSV: {error}")
@@ -227,15 +259,18 @@ def _csv_table(text: Text, suffix: str) -> Table:
                 )
             yield line, row
 
-    return Table(columns=names, read=read, line=1, note="" if delimiter == "," else f"delimiter {delimiter!r}")
+    return Table(
+        columns=names, read=read, line=1 + skipped, note="" if delimiter == "," else f"delimiter {delimiter!r}"
+    )
 
 
-def _json_table(text: Text) -> Table:
-    """Read JSON: one object a line, an array of objects, or one object with one list of them."""
+def _json_table(text: Text, whole: bool) -> Table:
+    """Read JSON: one object a line, an array of objects; or, if it may be a `whole` file, one object with one list of them."""
     rows = _json_rows(text)
     first = list(islice(rows, 2))
     columns = list(first[0][1]) if first and isinstance(first[0][1], dict) else []
-    lists = [value for value in first[0][1].values() if isinstance(value, list)] if columns and len(first) == 1 else []
+    whole = whole and len(first) == 1 and bool(columns)
+    lists = [value for value in first[0][1].values() if isinstance(value, list)] if whole else []
     inner = None
     if len(lists) == 1 and lists[0] and all(isinstance(item, dict) for item in lists[0]):
         inner = Table(columns=list(lists[0][0]), read=lambda _: ((-at, item) for at, item in enumerate(lists[0], 1)))
@@ -263,9 +298,10 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
         marks, done = "".join(buffer[at:start].split()), start == len(buffer)
         if marks not in valid or (marks and (marks[-1] == "]") != done):
             problem = f"Expecting {' or '.join(filter(None, valid)) or 'nothing'} between rows, found {marks[:9] or 'nothing'}"
-            end = start
+            end = at + len(buffer[at:start].rstrip())
         if problem:
-            before, near = buffer[:end].rstrip(), buffer[end : end + 20].strip()
+            near = buffer[end : end + 20].strip()
+            before = buffer[:end] if near else buffer[:end].rstrip()
             place = f"{text.path}, line {line + before.count(chr(10), at)}"
             where = f"column {len(before) - before.rfind(chr(10))}{near and f' (near {near!r})'}"
             cure = "Expected one object a line, or one array of objects."
@@ -278,7 +314,7 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
         line, at = line + buffer.count("\n", start, end), end
 
 
-_OBJECT = re.compile(r'\ufeff?\s*(\[\s*)?\{\s*"[^"\n]+"\s*:')
+_OBJECT = re.compile(r'\s*(\[\s*)?\{\s*"[^"\n]+"\s*:')
 _BLANK_QUOTE = re.compile(r'[ \t]+".*"\s*', re.DOTALL)
 _GAP = re.compile(r"[ \t\r\n,\[\]]*")
 

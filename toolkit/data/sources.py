@@ -15,17 +15,11 @@ from typing import Any
 from toolkit.core.atomic_io import expand_user, open_regular, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
-from toolkit.data.readers import ARROW, BATCH_ROWS, CSV, JSON, Table, Text, arrow_rows, open_file
+from toolkit.data.readers import ARROW, BATCH_ROWS, CSV, JSON, TEXT, Table, Text, arrow_rows, open_file
 from toolkit.models.files import first_line, hub_reachable
 
 EMBEDDED = "embedded"
 """The source's name that means the embedded text, as None does."""
-
-TEXT = (
-    ".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
-    ".java", ".js", ".ts", ".rb", ".sh", ".sql", ".html", ".css", ".toml", ".yaml", ".yml",
-)  # fmt: skip
-"""Text in a folder. A single file with any other ending is read as text too."""
 
 READ = (*TEXT, *JSON, *CSV, *ARROW)
 """Formats that are read from a folder, also compressed."""
@@ -69,8 +63,8 @@ class Source:
         return f"{self.places[file]}{rest}"
 
     @contextlib.contextmanager
-    def open(self, file: int) -> Iterator[Text | Table]:
-        """Open a file or the dataset.
+    def open(self, file: int, names: Sequence[str] = ()) -> Iterator[Text | Table]:
+        """Open a file or the dataset. `names` of columns show that a file without a telling suffix is a table.
 
         Raises:
             DataError: for what cannot be read, with the library's first line.
@@ -80,7 +74,7 @@ class Source:
             yield arrow_rows(data.column_names, lambda columns: data.select_columns(columns).iter(BATCH_ROWS))
         else:
             with open_regular(self.files[file]) as opened:
-                yield open_file(self.files[file], opened, suffix_of(self.files[file]))
+                yield open_file(self.files[file], opened, suffix_of(self.files[file]), names)
 
 
 def find_source(source: str | Path | None) -> Source:
@@ -205,10 +199,10 @@ def _folder(name: str, path: Path) -> Source:
             f"data {name}: {problem}. Expected {formats}. Unpack or convert the files, or name one text file."
         )
     tables = [n for n in readable if suffix_of(n) in (*CSV, *ARROW, ".json")]
-    if tables and len(tables) < len(readable):
-        texts = _list_names(n for n in readable if n not in tables)
+    texts = [n for n in readable if suffix_of(n) in TEXT]
+    if tables and texts:
         raise DataError(
-            f"data {name}: the folder holds tables ({_list_names(tables)}) and text ({texts})."
+            f"data {name}: the folder holds tables ({_list_names(tables)}) and text ({_list_names(texts)})."
             " Expected one of the two. Name a single file, or move one of them into a folder of its own."
         )
     training, split = (readable, "train") if configured else _training_split(name, readable)
