@@ -167,6 +167,7 @@ def preview(
             for document in encoded
         ],
         warnings=[
+            *(each.summary for each, _ in sources if each.summary),
             *findings.formats,
             *spell_remarks(counts.remarks, counts.documents),
             *filter(None, [findings.problem()]),

@@ -114,7 +114,7 @@ def documents(
     if len(empty) == len(source.places):
         raise empty[0]
     if empty:
-        findings.formats[f"{len(empty):,} empty files"] = None
+        findings.formats[f"{len(empty):,} empty file{'s' * (len(empty) > 1)}"] = None
 
 
 class EmptyFile(DataError):

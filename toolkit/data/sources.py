@@ -155,9 +155,14 @@ def _saved_dataset(name: str, path: Path) -> Any:
     """Open a dataset that `save_to_disk` wrote, of several splits `train`."""
     import datasets
 
-    with _datasets_errors(name, "Expected what save_to_disk wrote, with a split train."):
+    with _datasets_errors(name, "Expected what save_to_disk wrote."):
         dataset = datasets.load_from_disk(str(path))
-        return dataset["train"] if isinstance(dataset, dict) else dataset
+    if isinstance(dataset, dict) and "train" not in dataset:
+        names = ", ".join(dataset)
+        raise DataError(
+            f"data {name}: holds the splits {names}, expected train. Name one: {path / next(iter(dataset))}"
+        )
+    return dataset["train"] if isinstance(dataset, dict) else dataset
 
 
 @contextlib.contextmanager
@@ -165,9 +170,11 @@ def _datasets_errors(source: str, cure: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the library lets its own, the Hub's and the HTTP client's exceptions through
-        raise DataError(
-            f"data {source}: cannot be loaded as a dataset: {first_line(error)} ({type(error).__name__}). {cure}"
-        ) from error
+        why = re.split(r"\nExample", str(error))[0].replace(
+            "\n", " "
+        )  # «Config name is missing. Please pick one among …»
+        why = why if why.startswith("Config name") else f"{first_line(error)} ({type(error).__name__})"
+        raise DataError(f"data {source}: cannot be loaded as a dataset: {why.rstrip('.')}. {cure}") from error
 
 
 def _folder(name: str, path: Path) -> Source:
@@ -236,7 +243,7 @@ def _configured_files(source: str, folder: Path) -> list[str]:
     import datasets
 
     folder = folder.resolve()  # as the library does
-    with _datasets_errors(source, "Correct the header of its README.md, or give the files."):
+    with _datasets_errors(source, "Correct the header of its README.md, or name one file or folder."):
         splits = datasets.load_dataset_builder(str(folder)).config.data_files
         files = [Path(file).relative_to(folder).as_posix() for file in splits.get("train", ())]
     if not files:

@@ -89,6 +89,7 @@ class Encoder:
 
     def _render(self, document: Document) -> Rendered:
         content, where = document.content, document.where
+        remarks = ["joined"] if document.joined else []
         if document.kind == "messages":
             options = {"mask": self.mask_prompts, "last": self.train_on == "last-turn", "end": self.add_end_token}
             return self._chat_template(document).conversation(content, where, **options)
@@ -96,7 +97,7 @@ class Encoder:
             return Rendered(text=content["text"], spans=None, where=where, atomic=False, closed=True)
         text = content["prompt"] + content["completion"]
         spans = [(len(content["prompt"]), len(text))] if self.mask_prompts else None
-        return Rendered(text=text, spans=spans, where=where, closed=True)
+        return Rendered(text=text, spans=spans, where=where, closed=True, remarks=remarks)
 
     def _tokens(self, texts: list[str], special: bool) -> Any:
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
@@ -129,10 +130,13 @@ class Encoder:
             trained = [each.spans is None] * len(ids)
             for start, end in _token_ranges(each, tokens.encodings[number]) if each.spans else ():
                 trained[start:end] = [True] * (end - start)
-            if each.closed:
+            remarks = each.remarks
+            if special and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
+                ids, trained, remarks = ids[1:], trained[1:], [*remarks, "bos"]
+            if each.closed and not each.text.rstrip().endswith(self.tokenizer.eos_token):
                 ids = self._with_eos(ids)
                 trained[len(ids) - 1 :] = [True]  # the tokenizer may have closed the text
-            yield Encoded(ids=ids, trained=trained, atomic=each.atomic, where=each.where, remarks=each.remarks)
+            yield Encoded(ids=ids, trained=trained, atomic=each.atomic, where=each.where, remarks=remarks)
 
     def _pairs(self, documents: list[Document]) -> Iterator[Encoded]:
         prompts, completions = (

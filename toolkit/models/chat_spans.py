@@ -32,7 +32,7 @@ Marks: TypeAlias = dict[int, dict[str, int]]
 
 
 class NotLocated(Exception):
-    """The number of a message that cannot be located in the rendered text."""
+    """The number of a message that cannot be located in the rendered text, and why, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Layout:
 
     prompt: str
     """The generation prompt. In a template without one: what follows a question, if that stands right before the answer."""
+    role: str
+    """What the prompt and the text before an answer have in common: without <think>."""
     header: str
     """From a user's content to the answer."""
     end: str
@@ -49,6 +51,8 @@ class Layout:
     """What ends the last answer."""
     tokens: tuple[str, ...]
     """The tokenizer's added tokens: markers of roles and ends."""
+    call: str = ""
+    """What ends a call of tools."""
 
 
 def unique_contents(text: str, messages: Messages) -> Marks | None:
@@ -78,7 +82,8 @@ def with_marks(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
                 if "think>" in core:
                     core = _THINK.sub(lambda match: match[0] + mark.format("r"), core, count=1)
                     core = _THOUGHT.sub(lambda match: match[0] + mark.format("t"), core, count=1)
-                core += mark.format("e")
+                if not core.endswith("</think>"):  # a template may ask whether anything follows
+                    core += mark.format("e")
             result[name] = before + mark.format("s" if name == "content" else "r") + core + after
     return result
 
@@ -100,6 +105,8 @@ def dropped(messages: Messages, marks: Marks) -> Iterator[str]:
     answers = {index for index, message in enumerate(messages) if message.get("role") == "assistant"}
     if any("r" not in marks[index] and _reasons(messages[index]) for index in answers & marks.keys()):
         yield "reasoning"
+    if any(_text(messages[index], "content") for index in answers - marks.keys()):
+        yield "answers"
     others = {index for index, message in enumerate(messages) if _text(message, "content")} - answers
     if others & marks.keys() and others - marks.keys():
         yield "messages"
@@ -121,6 +128,8 @@ def turns(text: str, messages: Messages, marks: Marks, layout: Layout) -> Iterat
             low = _end(text, start, bound, message, end, layout, index == len(messages) - 1)
             if low < start:
                 raise NotLocated(index)
+            if any(call["function"]["name"] not in text[start:low] for call in message.get("tool_calls") or ()):
+                raise NotLocated(f"{index} (its calls of tools are left out; some templates want its content as null)")
             yield index, ((start, low), differs)
         else:
             low = max(low, marks.get(index, {}).get("e", 0))
@@ -131,12 +140,14 @@ def _start(
 ) -> tuple[int, bool]:
     """Return where a model would begin to write: after the generation prompt, else at the content."""
     first, prompt = min(places.values(), default=-1), layout.prompt
-    if not places and not any(_text(message, name) for name in _FIELDS):  # calls of tools alone
-        prompt = prompt or layout.header.rstrip(" ")
-        at = text.find(prompt, low, bound) if prompt else -1
-        if at < 0:
-            raise NotLocated(index)
-        return at + len(prompt), False
+    visible = _text(message, "content").rpartition("</think>")[2]
+    if not places and (message.get("tool_calls") or not any(_text(message, name) for name in _FIELDS)):
+        if visible:
+            raise NotLocated(f"{index} (its content is left out beside its calls of tools)")
+        for known in (prompt, layout.role, layout.header.rstrip(" ")):
+            if known and (at := text.find(known, low, bound)) >= 0:
+                return at + len(known), known != prompt and bool(prompt)
+        raise NotLocated(index)
     if first < low:
         raise NotLocated(index)
     for more in (0, len(prompt) - 1):  # the content may begin with the end of the prompt: <think>
@@ -154,6 +165,8 @@ def _end(
     """Return where a turn ends, with its end token. -1: its place is open."""
     ends = [layout.tail, layout.end] if last else [layout.end]
     base = start if content is None else content
+    if message.get("tool_calls") and layout.call:
+        ends = [layout.call, *ends]
     if not message.get("tool_calls"):
         *_, after = _margins(str(message.get("content") or ""))
         for known in (gap + end for end in ends for gap in (after, "")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +26,12 @@ from toolkit.models.chat_spans import (
 REMARKS = {
     "reasoning": "the chat template drops reasoning, which is not trained",
     "messages": "the chat template leaves out messages that are not the assistant's",
+    "answers": "the chat template leaves out texts of the assistant",
     "prompt": "the template's generation prompt differs from the text before an answer, which is trained as rendered",
     "end": "no end token is trained after the last answer, so nothing teaches the model to stop. Use --add-end-token",
+    "open": "a message follows the last answer, and no end token stands between them, so none is trained",
+    "bos": "the text begins with the token that the tokenizer adds, which stands there once",
+    "joined": "the tokenizer has no chat template, so an answer follows its question with nothing between them",
 }
 """What is worth a warning about a conversation. Each appears once for a data set, with the number of rows."""
 
@@ -85,7 +89,11 @@ class ChatTemplate:
         if not text:
             problem = "no token to train on, since the chat template renders nothing"
             raise DataError(f"{where}: {problem}. Give another with --chat-template FILE.")
+        self._check_tools(text, messages, tools, where)
         marks = self._marks(text, messages, tools)
+        if marks is not None and not marks and any(message.get("content") for message in messages):
+            problem = "the chat template renders none of the texts"
+            raise DataError(f"{where}: {problem}. Give another with --chat-template FILE.")
         remarks = set(dropped(messages, marks or {}))
         if not mask:
             if weightless:
@@ -102,7 +110,7 @@ class ChatTemplate:
                         raise NotLocated(f"{answers[0]} ({len(spans)} parts are marked of {len(answers)} answers)")
                     spans = [span for index, span in zip(answers, spans, strict=True) if index in chosen]
             else:
-                located = dict(self._turns(text, messages, marks)) if chosen else {}
+                located = dict(self._turns(text, messages, marks, tools)) if chosen else {}
                 spans = [located[index][0] for index in chosen]
                 remarks |= {"prompt"} if any(located[index][1] for index in chosen) else set()
         except NotLocated as error:
@@ -113,22 +121,51 @@ class ChatTemplate:
             ) from None
         opened = bool(spans) and not text[: spans[-1][1]].rstrip().endswith(self._added)
         closed = opened and end and chosen[-1:] == [len(messages) - 1]
-        remarks |= {"end"} if opened and not closed else set()
+        if opened and not closed:
+            remarks.add("open" if any(index > chosen[-1] for index in marks or {}) else "end")
         return Rendered(text=text, spans=spans, where=where, closed=closed, remarks=sorted(remarks))
 
     def _render(self, messages: Messages, where: str, **options: Any) -> str:
-        names = {"tools": "tools" in options, "tool_calls": any("tool_calls" in message for message in messages)}
+        names = {name: any(name in message for message in (options, *messages)) for name in ("tools", "tool_calls")}
         if missing := [name for name, given in names.items() if given and name not in self.template]:
             problem = f"has {missing[0]!r}, which the chat template does not use"
             raise DataError(f"{where}: {problem}. Give one that does with --chat-template FILE, or remove the row.")
         try:
-            options = {"chat_template": self.template, "tokenize": False, **options}
-            return str(self.tokenizer.apply_chat_template(list(messages), **options))
+            return self._apply(_in_parts(messages) if self._takes_parts else list(messages), **options)
         except Exception as error:  # templates raise Jinja's errors, TypeError, their own raise_exception
+            bare = any("function" not in tool for tool in options.get("tools", ()))
+            cure = 'Write each tool as {"type": "function", "function": {…}}' if bare else "Change them"
             raise DataError(
-                f"{where}: the chat template refuses these messages: {error}. Change them, or give another with"
+                f"{where}: the chat template refuses these messages: {error}. {cure}, or give another with"
                 " --chat-template FILE."
             ) from error
+
+    def _apply(self, messages: Messages, **options: Any) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False, **options))
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template renders a content only if it is a list of parts."""
+        messages, rendered = [{"role": "user", "content": "\U000f0000"}], {}
+        for name, each in (("text", messages), ("parts", _in_parts(messages))):
+            with contextlib.suppress(Exception):
+                rendered[name] = messages[0]["content"] in self._apply(each)
+        return rendered.get("parts", False) and not rendered.get("text", False)
+
+    def _check_tools(self, text: str, messages: Messages, tools: Mapping[str, Any], where: str) -> None:
+        """Refuse tools that change nothing in the text. The first row with tools answers for all."""
+        if tools and "tools" not in self._known:
+            self._known["tools"] = True
+            with contextlib.suppress(DataError):
+                self._known["tools"] = self._render(messages, where) != text
+        if tools and not self._known["tools"]:
+            problem = "has 'tools', which the chat template leaves out"
+            raise DataError(f"{where}: {problem}. Give one that does not with --chat-template FILE, or remove the row.")
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """What is found once: whether tools are rendered, the layout with and without them, and what ends a call."""
+        return {}
 
     def _marks(self, text: str, messages: Messages, tools: Mapping[str, Any]) -> Marks | None:
         """Return where contents lie in `text`; of the assistant's messages alone, if the template looks at the others."""
@@ -155,40 +192,66 @@ class ChatTemplate:
         tokens = map(str, (*self.tokenizer.added_tokens_decoder.values(), self.tokenizer.eos_token or ""))
         return tuple(sorted({token for token in tokens if token.strip()}))
 
-    @cached_property
-    def _layout(self) -> Layout | None:
-        """What the template writes around answers, from two turns of one letter each."""
+    def _layout(self, tools: Mapping[str, Any]) -> Layout | None:
+        """Return what the template writes around answers. Some templates render nothing without tools."""
+        for options in ({}, tools):
+            key = f"layout {bool(options)}"
+            if key not in self._known:
+                self._known[key] = None
+                with contextlib.suppress(DataError, KeyError):
+                    self._known[key] = self._find_layout(options)
+        found: Layout | None = self._known["layout False"] or self._known[f"layout {bool(tools)}"]
+        return found
+
+    def _find_layout(self, tools: Mapping[str, Any]) -> Layout:
+        """Read it from two turns of one letter each."""
         turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
-        try:
-            text = self._render(turn * 2, "")
-            marks = self._marks(text, turn * 2, {}) or {}
-            plain, prompted = (self._render(turn[:1], "", add_generation_prompt=flag) for flag in (False, True))
-            question, answer, user, last = (marks[index]["s"] for index in range(4))
-        except (DataError, KeyError):
-            return None
+        text = self._render(turn * 2, "", **tools)
+        marks = self._marks(text, turn * 2, tools) or {}
+        plain, prompted = (self._render(turn[:1], "", add_generation_prompt=flag, **tools) for flag in (False, True))
+        question, answer, user, last = (marks[index]["s"] for index in range(4))
         between, header, after = text[answer + 1 : user], text[user + 1 : last], text[last + 1 :]
+        prompt, asked = prompted[_common(plain, prompted) :], plain[question + 1 :]
+        ends = header[: header.find(prompt)] if prompt in header else ""
         end = after if between.startswith(after) else self._whole(between, _common(between, after))
         if end != after and header.rstrip().endswith(after[len(end) :].rstrip()):
             # It asks for one more answer in any case. The marker of that role is no end.
-            after = end = self._whole(
-                between, min(len(end), len(between) - _common(between[::-1], text[:question][::-1]))
-            )
-        prompt, asked = prompted[_common(plain, prompted) :], plain[question + 1 :]
+            following = _common(between[::-1], text[:question][::-1])
+            after = end = self._whole(between, min(len(end), self._next_border(between, len(between) - following)))
+        elif not end and ends and between.startswith(ends) and any(token in ends for token in self._added):
+            end = ends  # a question and an answer that a message follows end alike, the last answer does not
         if not prompt and header.startswith(asked) and not header[len(asked) :].strip():
             prompt = asked
-        return Layout(prompt, header, end, after, self._added)
+        role = next((prompt[:at] for at in reversed(self._borders(prompt)) if prompt[:at] in header), "")
+        return Layout(prompt, role, header, end, after, self._added)
+
+    def _borders(self, text: str) -> list[int]:
+        """Return where line breaks and added tokens end: markers begin alike."""
+        return [match.end() for match in re.finditer("|".join(map(re.escape, (*self._added, "\n"))), text)]
 
     def _whole(self, text: str, limit: int) -> str:
-        """Cut a text to at most `limit` characters, after a line break or an added token: markers begin alike."""
-        matches = re.finditer("|".join(map(re.escape, (*self._added, "\n"))), text)
-        return text[: max((match.end() for match in matches if match.end() <= limit), default=0)]
+        """Cut a text to at most `limit` characters, after a border."""
+        return text[: max((at for at in self._borders(text) if at <= limit), default=0)]
 
-    def _turns(self, text: str, messages: Messages, marks: Marks | None) -> Iterator[tuple[int, tuple[Span, bool]]]:
-        if marks is None or self._layout is None:
+    def _next_border(self, text: str, start: int) -> int:
+        return min((at for at in self._borders(text) if at >= start), default=start)
+
+    def _turns(
+        self, text: str, messages: Messages, marks: Marks | None, tools: Mapping[str, Any]
+    ) -> Iterator[tuple[int, tuple[Span, bool]]]:
+        layout = self._layout(tools)
+        if marks is None or layout is None:
             raise NotLocated(
                 next(index for index, message in enumerate(messages) if message.get("role") == "assistant")
             )
-        return turns(text, messages, marks, self._layout)
+        call = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
+        if call is not None and "call" not in self._known:
+            self._known["call"] = ""
+            with contextlib.suppress(DataError):
+                ended = self._render(messages[: call + 1], "", **tools)
+                token = next((token for token in self._added if ended.rstrip().endswith(token)), "")
+                self._known["call"] = ended[ended.rindex(token) :] if token else ""
+        return turns(text, messages, marks, replace(layout, call=self._known.get("call", "")))
 
     def _generated(
         self, text: str, messages: Messages, tools: Mapping[str, Any], marks: Marks | None, end: bool
@@ -202,10 +265,21 @@ class ChatTemplate:
             inside = any(first < places.get("e", 0) <= last for first, last in spans)
             if inside and messages[index].get("role") != "assistant":
                 raise NotLocated(f"{index} ({messages[index].get('role')}) would be trained")
-        ends = [each.rstrip() for each in (self._layout.tail, self._layout.end)] if end and self._layout else []
+        layout = self._layout(tools) if end else None
+        ends = [each.rstrip() for each in (layout.tail, layout.end)] if layout else []
         ends = [each for each in ends if each.endswith(self._added)]
         after = [next((len(each) for each in ends if text.startswith(each, last)), 0) for _, last in spans]
         return [(first, last + more) for (first, last), more in zip(spans, after, strict=True) if last > first]
+
+
+def _in_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages with each text as a list of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _common(one: str, other: str) -> int:
