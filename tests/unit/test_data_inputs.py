@@ -81,6 +81,9 @@ CSV: dict[str, tuple[Any, list[Any]]] = {
         'messages\n"[{""role"": ""User"", ""content"": ""q""}, {""role"": ""model"", ""content"": ""a""}]"\n',
         [[("user", "q"), ("assistant", "a")]],
     ),
+    "a quoted cell of a quoted word": ('text,other\n" ""hi""", "x\n', [' "hi"']),
+    "blanks before a quote of another column": ('other,text\n "x",a\n', ["a"]),
+    "Excel's delimiter and empty rows": ("sep=;\r\nprompt;completion\r\na;b\r\n;\r\n", [("a", "b")]),
     "JSON as a text": ('text\n"{""a"": 1}"\n', ['{"a": 1}']),
 }  # fmt: skip
 
@@ -106,6 +109,8 @@ REFUSED_CSV: dict[str, tuple[Any, str]] = {
     "open quote before another": (f'{HEAD}"a,b\n"c",d\n', r"line 2: malformed CSV: ',' expected after '\"'.*as \"\""),
     "backslash": ('text\n"say \\"hi\\""\n', r"line 2: malformed CSV.*write \" inside it as \"\""),
     "Latin-1": ("text\na\nf\u00fcr\n".encode("latin-1"), r"line 3: not UTF-8 at byte 8 of the file \(0xfc\).*iconv"),
+    "Windows": ("text\n\u201chi\u201d\n".encode("cp1252"), r"line 2: not UTF-8 .*iconv -f WINDOWS-1252"),
+    "after Excel's delimiter": (f"sep=,\n{HEAD}a,b\nc\n", r"line 4: 1 cell, expected 2"),
     "header alone": (HEAD, r"a\.csv: the file is empty, or a header alone"),
     "empty": ("", r"a\.csv: the file is empty"),
     "empty cell": (f"{HEAD}a,b\nc,\n", r"line 3: column 'completion' is empty"),
@@ -232,6 +237,29 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "question with context": (
         {"question": "q", "context": "x", "answer": "a"}, [("user", "q\n\nx"), CHAT[1]], "format question-answer",
     ),
+    "a blank input": ({"instruction": "q", "input": " ", "output": "a"}, CHAT, "format alpaca"),
+    "history": (
+        {"instruction": "q", "output": "a", "history": [["b", "c"], ["d", "e"]]},
+        [("user", "b"), ("assistant", "c"), ("user", "d"), ("assistant", "e"), *CHAT],
+        "format alpaca (instruction, output, history)",
+    ),
+    "OpenOrca": (
+        {"system_prompt": "s", "question": "q", "response": "a"}, [("system", "s"), *CHAT],
+        "format question-answer (question, response, system_prompt)",
+    ),
+    "prompt with tools": (
+        {"prompt": "q", "response": "a", "tools": [{"name": "f"}]}, CHAT, "format prompt-response (prompt, response, tools)",
+    ),
+    "no tools": ({"messages": TURNS, "tools": "[]"}, CHAT, "format messages (messages, tools)"),
+    "parts of responses": (
+        {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "q"}]}, TURNS[1]]}, CHAT, "format messages",
+    ),
+    "system in parts": (
+        {"system": [{"type": "text", "text": "s"}], "messages": TURNS}, [("system", "s"), *CHAT], "format messages",
+    ),
+    "other fields of messages": (
+        {"messages": [{**TURNS[0], "id": 7, "note": None}, TURNS[1]]}, CHAT, "not used in messages: id",
+    ),
     "nulls": ({"system": None, "tools": None, "messages": [{**turn, "name": None} for turn in TURNS]}, CHAT, "format messages"),
 }  # fmt: skip
 
@@ -241,7 +269,7 @@ def test_formats(name: str, tmp_path: Path) -> None:
     row, expected, note = FORMATS[name]
     findings = Findings()
     assert contents(write(tmp_path / "a.jsonl", [row]), findings=findings) == [expected]
-    assert next(iter(findings.formats)).startswith(note) or note in str(findings.formats)
+    assert f"'{note}" in str(findings.formats) or f"; {note}" in str(findings.formats) or note in list(findings.formats)
 
 
 def test_columns_that_the_user_names(tmp_path: Path) -> None:
@@ -346,11 +374,53 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
         read(tmp_path / "*.parquet")
 
 
-def test_rows_of_json_are_found_in_a_text_file(tmp_path: Path) -> None:
-    for name in ("a", "a.txt"):
+def test_rows_are_found_in_a_file_without_a_telling_suffix(tmp_path: Path) -> None:
+    for name in ("a", "a.txt", "a.jsonl.bak", "a.data"):
         assert contents(write(tmp_path / name, b"\xef\xbb\xbf" + json.dumps({"text": "b"}).encode())) == ["b"]
+        assert contents(write(tmp_path / name, json.dumps({"text": "b"}).encode("utf-16"))) == ["b"]
+        assert contents(write(tmp_path / name, "Prompt\tcompletion\na\tb\n".encode("utf-16"))) == [("a", "b")]
+        for text in ('{"a": 1} is an object.\nb', '[{"a": 1}]\nb', "prompt, please\nb", "ID3 is a tag", "RIFF raff"):
+            assert contents(write(tmp_path / name, text)) == [text]
         assert contents(write(tmp_path / name, json.dumps([{"text": "b"}], indent=1))) == ["b"]
         assert contents(write(tmp_path / name, "{a: b}")) == ["{a: b}"]
+
+
+def test_one_object_with_a_list_of_rows_is_a_whole_file(tmp_path: Path) -> None:
+    """One row that holds a list is a row, as two are."""
+    one = {"version": 1, "data": [{"text": "a"}, {"text": "b"}]}
+    assert contents(write(tmp_path / "a.json", json.dumps(one))) == ["a", "b"]
+    for name, content in {"a.jsonl": [one], "b.json": json.dumps([one])}.items():
+        with pytest.raises(DataError, match=r"lacks the column 'text'\. It has 'version', 'data'"):
+            read(write(tmp_path / name, content))
+    assert contents(write(tmp_path / "c.json", json.dumps({"log": TURNS})), columns="messages=log") == [CHAT]
+
+
+def test_empty_files_of_a_folder_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, content in {"a.csv": "text\na\n", "b.csv": "text\n", "c.jsonl": ""}.items():
+        write(folder / name, content)
+    findings = Findings()
+    assert contents(folder, findings=findings) == ["a"]
+    assert "2 empty files" in findings.formats
+    (folder / "a.csv").unlink()
+    with pytest.raises(DataError, match=r"b\.csv: the file is empty"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"text": "a"}\n\n\nERROR: x\n', r"line 4: malformed JSON: .* column 1 \(near 'ERROR"),
+        ('{"text": "a"}\n\ufeff{"text": "b"}\n', "line 2: malformed JSON"),
+        ([{"messages": [{"role": "user", "content": "q"}], "label": True}], "good answers from bad ones"),
+        ([{"input": "q", "preferred_output": "a", "non_preferred_output": "b"}], "preferences"),
+        ([{"tools": [{"name": "\ud800"}], "messages": TURNS}], "column 'tools' holds half of a surrogate pair"),
+    ],
+)
+def test_rows_refused(content: Any, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=expected):
+        read(write(tmp_path / "a.jsonl", content))
 
 
 ARRAYS: dict[str, Callable[[], Any]] = {
@@ -364,7 +434,7 @@ ARRAYS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrow_and_parquet(name: str, tmp_path: Path) -> None:
     table = pa.table({" text": ARRAYS[name](), "other": [{"a": [1]}, None]})
-    pq.write_table(table.cast(table.schema) if name != "view" else table, tmp_path / "a.parquet")
+    pq.write_table(table, tmp_path / "a.parquet")
     for file, make in {"file.arrow": pa.ipc.new_file, "stream.arrow": pa.ipc.new_stream}.items():
         with make(str(tmp_path / file), table.schema) as writer:
             writer.write_table(table)

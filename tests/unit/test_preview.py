@@ -15,7 +15,7 @@ import toolkit as tk
 from toolkit.cli import main
 from toolkit.config.run_config import RunConfig
 from toolkit.core.errors import DataError, ModelError, StrategyError
-from toolkit.data import embedded_tokenizer
+from toolkit.data import embedded_tokenizer, ingest
 from toolkit.models.hf_loading import TOKENIZERS, load_tokenizer
 from toolkit.models.resolution import embedded_config
 
@@ -58,6 +58,18 @@ def test_preview(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"format", "counts", "rows"} <= written.keys()
     with pytest.raises(DataError, match="line 1: has messages, and the tokenizer"):
         tk.preview("embedded", chats)
+
+
+def test_a_preview_takes_what_the_weights_say(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name}{n}"}) + "\n" for n in range(10)))
+    result = tk.preview("embedded", f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}:0.3")
+    texts = sorted(row["trained"][0].removesuffix("<|eos|>") for row in result.rows)
+    assert texts[:10] == [f"a{n}" for n in range(10)]
+    mixed = ingest(f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}:0.3")
+    assert texts == sorted(each.content["text"] for batch in mixed.batches for each in batch.documents()), (
+        "as a run has it"
+    )
 
 
 def _file(chats: Path, template: str) -> str:

@@ -233,11 +233,29 @@ MARKED_WITHOUT_END = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assi
 END_ONCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
 NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ALWAYS_PROMPTS = NO_PROMPT + "{{ '<|im_start|>assistant\n' }}"
+LLAMA_3_FIRST = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+HARMONY = (  # GPT-OSS, without its system text
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if 'tool_calls' in m %}"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+PARTS = (  # SmolVLM
+    "<|im_start|>{% for m in messages %}{{ m.role | capitalize }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}"
+    "{% for line in m.content %}{% if line.type == 'text' %}{{ line.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 THINK_PROMPT = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
 MARKERS = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
     "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>",
-    "<｜end▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
 ]  # fmt: skip
 TEXTS = [
     "hi",
@@ -307,6 +325,11 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], list[str], set[str]]] = {
     "ChatML": (CHATML, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], set()),
     "Llama 2": (LLAMA_2, TWO, [" yes </s>", " no </s>"], set()),
     "Llama 3": (LLAMA_3, TWO, ["yes<|eot_id|>", "no<|eot_id|>"], set()),
+    "the first Llama 3": (LLAMA_3_FIRST, TWO, ["yes<|eot_id|>", "no<|eot_id|>"], set()),
+    "GPT-OSS": (
+        HARMONY, TWO, ["<|channel|>final<|message|>yes<|end|>", "<|channel|>final<|message|>no<|return|>"], set()
+    ),
+    "a user after GPT-OSS": (HARMONY, chat("hi", "yes", "why"), ["<|channel|>final<|message|>yes<|end|>"], set()),
     "Mistral": (MISTRAL, TWO, ["yes</s>", "no</s>"], set()),
     "Gemma": (GEMMA, TWO, ["yes<end_of_turn>\n", "no<end_of_turn>\n"], set()),
     "Qwen2.5 with a default system text": (QWEN_25, TWO, ["yes<|im_end|>\n", "no<|im_end|>\n"], set()),
@@ -477,6 +500,67 @@ def test_turns_that_cannot_be_located() -> None:
     ignores = "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}\n{% endif %}{% endfor %}"
     encoded = encode({"messages": [*chat("hi", "yes"), {"role": "tool", "content": "no"}]}, ignores)
     assert set(encoded.remarks) == {"messages", "end"}
+
+
+GET = {"type": "function", "function": {"name": "get", "arguments": {"city": "Paris"}}}
+CALLING = [
+    *chat("hi"),
+    {"role": "assistant", "content": "", "tool_calls": [GET]},
+    {"role": "tool", "content": "x"},
+    *chat("why", "no")[1:],
+]
+CALLS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
+    "GPT-OSS": (
+        HARMONY, CALLING, [' to=functions.get<|message|>{"city": "Paris"}<|call|>', "<|channel|>final<|message|>no<|return|>"],
+    ),
+    "a prompt that opens <think>": (
+        QWEN_25.replace("assistant\\n' }}\n{%- endif", "assistant\\n<think>\\n' }}\n{%- endif"), CALLING,
+        ['<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n', "no<|im_end|>\n"],
+    ),
+    "a thought and a call": (
+        QWEN_3, [CALLING[0], {**CALLING[1], "content": "<think>\nhm\n</think>\n\n"}, *CALLING[2:]],
+        ['<think>\nhm\n</think>\n\n<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n',
+         "<think>\n\n</think>\n\nno<|im_end|>\n"],
+    ),
+    "no text without tools": (
+        "{% if tools|length %}{% endif %}" + QWEN_25, CALLING,
+        ['<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n', "no<|im_end|>\n"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_published_templates(name: str) -> None:
+    template, messages, expected = CALLS[name]
+    tools = {"tools": [{"type": "function", "function": {"name": "get"}}]} if "tools" in template else {}
+    assert trained(encode({"messages": messages, **tools}, template)) == expected
+
+
+def test_texts_and_tools_that_a_template_leaves_out() -> None:
+    assert trained(encode({"messages": TWO}, PARTS)) == [" yes<|im_end|>\n", " no<|im_end|>\n"]
+    tools = {"tools": [{"type": "function", "function": {"name": "get"}}]}
+    with pytest.raises(DataError, match="has 'tools', which the chat template leaves out"):
+        encode({"messages": TWO, **tools}, CHATML + "{# tools #}")
+    with pytest.raises(DataError, match="renders none of the texts"):
+        encode({"messages": TWO}, "{% for m in messages %}{{ m.role }}{% endfor %}", mask_prompts=False)
+    beside = [*chat("hi"), {"role": "assistant", "content": "See.", "tool_calls": [GET]}]
+    with pytest.raises(DataError, match=r"message 1 \(its content is left out beside its calls of tools"):
+        encode({"messages": beside}, HARMONY)
+    silent = HARMONY.replace("if 'tool_calls' in m", "if m.content is none")
+    with pytest.raises(DataError, match=r"message 1 \(its calls of tools are left out"):
+        encode({"messages": CALLING}, silent + "{# tool_calls #}")
+
+
+def test_the_first_token_stands_once() -> None:
+    tokenizer = sentencepiece("normalizer")
+    text, pair = (
+        encode({"text": "<s>hi"}, None, tokenizer),
+        encode({"prompt": "<s>hi", "completion": " yes</s>\n"}, None, tokenizer),
+    )
+    assert text.ids[:2].count(1) == pair.ids[:2].count(1) == 1
+    assert text.remarks == pair.remarks == ["bos"]
+    assert pair.ids.count(2) == 1, "the end is not added behind a line break"
+    assert len(text.trained) == len(text.ids)
 
 
 # Prompt and completion ---------------------------------------------------------------------------------------------------

@@ -242,9 +242,6 @@ def _csv_table(text: Text, suffix: str) -> Table:
     rows = records()
     names = [name.strip() for _, cells in islice(rows, 1) for name in cells]
 
-    # The csv module takes such a cell as text with quotes in it.
-    blank_quote = re.compile(rf'(?:^|{re.escape(delimiter)})[ \t]+"')
-
     def read(used: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
         for line, cells in rows:
             if len(cells) != len(names):
@@ -253,7 +250,7 @@ def _csv_table(text: Text, suffix: str) -> Table:
                 raise DataError(f"{text.path}, line {line}: {problem}. {cure}.")
             row = dict(zip(names, cells, strict=True))
             odd = next((row[name] for name in used if _BLANK_QUOTE.fullmatch(row[name])), None)
-            if odd and blank_quote.search("".join(written)):
+            if odd and f"{delimiter}{odd}" in delimiter + "".join(written):  # as it is: no quoted cell
                 raise DataError(
                     f"{text.path}, line {line}: blanks before the quote of {shorten_value(odd)!r}. Remove them."
                 )
