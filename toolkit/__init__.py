@@ -5,9 +5,11 @@ import os
 import sys
 
 from toolkit.comparison import compare
+from toolkit.config.hints import PYTHON_NAMES
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core import VERSION
 from toolkit.core.errors import StrategyError, StrategyMismatch, ToolkitError
 from toolkit.data_preview import preview
 from toolkit.devices.machine import hardware
@@ -72,6 +74,15 @@ __all__ = [
     "train",
     "verify",
 ]
+
+__version__ = VERSION
+
+
+def __getattr__(name: str) -> object:
+    """Say what to use in place of names of other libraries."""
+    meant = f" {PYTHON_NAMES[name]}." if name in PYTHON_NAMES else ""
+    raise AttributeError(f"module 'toolkit' has no attribute {name!r}.{meant}", name=name, obj=sys.modules[__name__])
+
 
 # transformers would fetch compiled kernels from the Hub and run them, where the library `kernels` is installed.
 os.environ.setdefault("USE_HUB_KERNELS", "0")

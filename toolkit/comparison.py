@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import to_flags
+from toolkit.config.flags import by_name, to_flags
 from toolkit.config.parallelism import resolve_parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
@@ -112,6 +112,7 @@ def _with_ratio(measured: int, expected: int | None) -> str:
     return format_bytes(measured) + (f" x {expected / measured:.2f}" if expected else "")
 
 
+@by_name
 def compare(
     run_config: RunConfig,
     strategies: Sequence[Strategy],

@@ -25,7 +25,7 @@ from toolkit import cli
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import RunError
+from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
@@ -249,11 +249,10 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it(
     assert f" {changes} and --processes 4 (it was 2) would change nothing of it" in capsys.readouterr().err
 
 
-def test_fields_without_effect_are_named() -> None:
-    """Other rows of a comparison may need them."""
-    strategy, device = Strategy(lora_rank=8), hardware("1x cpu").device
-    note, *_ = run_preflight(RunConfig(), strategy, TrainConfig(), 1, device).notes
-    assert note == "lora_rank 8: without effect, since adapter is none"
+def test_fields_without_effect_are_refused() -> None:
+    strategy, device = Strategy(adapter="none", lora_rank=8), hardware("1x cpu").device
+    with pytest.raises(StrategyError, match="lora_rank 8: without effect, since adapter is none"):
+        run_preflight(RunConfig(), strategy, TrainConfig(), 1, device)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,8 @@ def test_names_are_taken_as_people_write_them(name: str, device: str) -> None:
     ("name", "says"),
     [
         ("A100", "say which one, A100-40GB or A100-80GB"),
-        ("8x H1000", r"'8x H1000' is unknown\. Did you mean 'H100-80GB'\? Known: cpu, T4"),
+        ("8x B3090", r"'8x B3090' is unknown\. Known: cpu, T4"),
+        ("8x H1000", r"'8x H1000' is unknown\. Did you mean 'H100'\? Known: cpu, T4"),
         ("2x tpu", "is unknown.*Known: cpu"),
         ("8x H100 PCIe", "is unknown. The catalog has other boards of such cards"),
         ("NVIDIA RTX 4090 Laptop", "is unknown. The catalog has other boards of such cards"),

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from programs import ROOT, python
+from programs import ROOT
 
 import toolkit as tk
+from toolkit.cli import main
 from toolkit.cli.parser import build_parser
-from toolkit.config.flags import from_dict, given
-from toolkit.config.hints import HINTS, SHARDING_NAMES, VERBS, spell_hint
+from toolkit.config.flags import from_dict, given, meaning_of, spell
+from toolkit.config.hints import HINTS, PYTHON_NAMES, SHARDING_NAMES, VERBS
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 
+PARSER = build_parser()
+
 VALUES = {
-    "--zero": "3",
-    "--scheduler": "cosine",
-    "--precision": "bf16",
-    "--optimizer": "adamw",
-    "--attention": "flash_attention_2",
-    "--lr": "2e-5",
-    "--beta1": "0.5",
-    "--beta2": "0.5",
-}
-"""A value of a flag, for hints that carry any other one than 2."""
+    "epochs": "3", "scheduler": "cosine", "precision": "bf16", "attention": "sdpa", "lr": "2e-5", "warmup": "0.03",
+    "beta1": "0.5", "beta2": "0.5", "data": "x.jsonl", "eval_data": "x.jsonl", "tracker": "wandb", "sharding": "3",
+}  # fmt: skip
+"""A value of our field, for names that carry any other one than 2."""
+
+VERBS_OF = {"temperature": ["generate", "RUN", "a prompt"], "on": ["forecast"]}
+"""The verb of a hint's first field, if not `train`."""
 
 TYPED = {
     "--num_train_epochs 3": "--epochs 3",
@@ -39,8 +42,31 @@ TYPED = {
     "--load_in_4bit": "--adapter qlora",
     "--load_in_8bit True": "--adapter qlora8",
     "--gradient_checkpointing": "--activation-checkpointing full",
-    "--lora_r 8": "--lora-rank 8",
-    "--lora_target_modules q_proj v_proj": "--lora-targets q_proj,v_proj",
+    "--lora_r 8": "--lora-rank 8 --adapter lora",
+    "--lora_target_modules q_proj v_proj": "--lora-targets q_proj,v_proj --adapter lora",
+    "--lora_target all": "--lora-targets all-linear --adapter lora",
+    "--adapter dora --lora_r 8": "--lora-rank 8",
+    "--load_in_4bit --use_peft --lora_r 16": "--adapter qlora --lora-rank 16",
+    "--use_peft true --load_in_4bit True": "--adapter qlora",
+    "--quantization_bit 4 --finetuning_type lora": "--adapter qlora",
+    "--eval_steps 50 --eval_strategy steps": "--eval-every 50 --eval-data FILE",
+    "--eval_strategy steps --eval_steps 50 --eval_dataset x": "--eval-every 50 --eval-data x",
+    "--save_steps 50 --save_strategy steps": "--save-every 50",
+    "--save_strategy no": "--save-every 0 --save-seconds 0",
+    "--gradient_checkpointing false": "--activation-checkpointing none",
+    "--no_gradient_checkpointing": "--activation-checkpointing none",
+    "--bf16 false": "--precision fp32",
+    "--fp16 False --bf16 True": "--precision bf16",
+    "--fsdp 'full_shard auto_wrap offload'": "--offload cpu --sharding fsdp",
+    "--offload_optimizer cpu": "--offload optimizer",
+    "--flash_attn disabled": "--attention sdpa",
+    "--zero_stage 0": "--sharding ddp",
+    "--zero3": "--sharding zero3",
+    "--pure_bf16": "--precision bf16_pure",
+    "--num_train_epochs 3 --max_seq_length 9": "--epochs 3 --seq-len 9",
+    "--resume_from_checkpoint auto": "--resume --run-dir RUN",
+    "--resume_from_checkpoint runs/x/checkpoint-10": "--resume --run-dir runs/x",
+    "--packed_rows x --pack false": "--no-packing",
     "--max_seq_length 2048": "--seq-len 2048",
     "--dataset tatsu-lab/alpaca": "--data tatsu-lab/alpaca",
     "--dataset_name my.jsonl": "--data my.jsonl",
@@ -53,7 +79,7 @@ TYPED = {
     "--warmup_ratio 0.03": "--warmup 0.03",
     "--lr_scheduler_type linear": "--scheduler linear",
     "--save_steps 500": "--save-every 500",
-    "--eval_steps 50": "--eval-every 50",
+    "--eval_steps 50": "--eval-every 50 --eval-data FILE",
     "--report_to wandb": "--tracker wandb",
     "--optim adamw_torch": "--optimizer adamw",
     "--resume_from_checkpoint out": "--resume --run-dir out",
@@ -65,33 +91,35 @@ TYPED = {
 
 def refusal(line: str) -> str:
     with pytest.raises(StrategyError) as caught:
-        build_parser().parse_args(shlex.split(line))
+        PARSER.parse_args(shlex.split(line))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("typed", TYPED)
 def test_a_flag_of_another_tool_names_ours_with_its_value(typed: str) -> None:
     message = refusal(f"train {typed}")
-    assert f" `{TYPED[typed]}`. See `toolkit train --help`." in message
+    assert f" Here it is `{TYPED[typed]}`." in message
 
 
 @pytest.mark.parametrize("name", HINTS)
 def test_our_parser_takes_every_hint(name: str) -> None:
-    """A sentence instead of flags begins with `leave it out`."""
+    """Where it is no sentence, with a value that the name usually has."""
     key, _, value = name.partition("=")
-    hint = HINTS[name]
-    if hint.startswith("leave it out"):
-        return
-    own = next((word for flag, word in VALUES.items() if f"{flag} {{}}" in hint or f"{flag}{{}}" in hint), "2")
-    hint = spell_hint(key, [value or (own if "zero" not in hint else "3")])
-    flags = build_parser().parse_args(["train", *shlex.split(hint)])
-    fields = given(flags, Strategy) | {"dp_replicate": 2} if "hsdp" in hint else given(flags, Strategy)
+    field = HINTS[name].partition("--")[2].partition(" ")[0].replace("-", "_")
+    verb = VERBS_OF.get(field, ["train"])
+    known = vars(PARSER.parse_args(verb))
+    meaning = meaning_of({f"--{key}" if key[0] != "." else key: [value or VALUES.get(field, "2")]}, known, {})
+    if HINTS[name].startswith(("--", "?")):
+        assert meaning.fields
+        assert not meaning.notes
+    flags = PARSER.parse_args([*verb, *spell(meaning.fields)])
+    fields = given(flags, Strategy)
     if "offload" in fields:
-        fields["sharding"] = "zero3"
+        fields["sharding"] = "fsdp" if fields["offload"] == "cpu" else "zero3"
     from_dict(Strategy, fields)
     from_dict(TrainConfig, given(flags, TrainConfig))
-    from_dict(RunConfig, {"eval_data": "x.jsonl", "eval_every": 2, **given(flags, RunConfig)})
-    assert "VALUE" not in hint
+    from_dict(RunConfig, given(flags, RunConfig) if verb == ["train"] else {})
+    assert "VALUE" not in spell(meaning.fields)
 
 
 @pytest.mark.parametrize("name", [name for name in HINTS if "=" not in name])
@@ -107,26 +135,68 @@ def test_a_name_that_we_have_needs_no_hint(name: str) -> None:
     [
         ("train --push_to_hub --bf16", "Here it is `--precision bf16`. --push_to_hub: leave it out, and upload"),
         ("train --logging_steps 10", "--logging_steps: leave it out, since every step is recorded."),
-        ("train --bf16 False", "--bf16: leave it out."),
-        ("train --packing True", "--packing takes no value. Give `--packing` or `--no-packing`."),
+        ("train --load_in_4bit False", "--load_in_4bit: leave it out."),
+        ("train --fsdp ''", "--fsdp: leave it out."),
+        ("train --packing True", "--packing takes no value. Give `--packing`."),
+        ("train --packing false", "--packing takes no value. Give `--no-packing`."),
         ("train --config axolotl.yaml", "--config: leave it out, and give its fields as flags"),
+        ("train config.yml", "leave it out, and give its fields as flags"),
+        ("train gpt2", "Give a model as `--model gpt2`"),
+        ("train --n_epochs many", "epochs 'many': expected float."),
+        ("train my.jsonl", "Here it is `--data my.jsonl`"),
+        ("train own.py", "`toolkit launch SCRIPT` runs your own script"),
         ("describe --qlora", "`toolkit train` has it as `--adapter qlora`"),
-        ("train --epsilon 3", "Did you mean '--eps'?"),
+        ("train --epsilon 3", "Here it is `--eps 3`"),
+        ("train --seqlen 3", "Did you mean '--seq-len'?"),
         ("train --optim paged_adamw_8bit", "--optim: leave it out, since only adamw runs here"),
+        ("train --num_train_epochs 3 --max_steps -1", "Here it is `--epochs 3`. --steps -1: leave it out"),
+        ("train --lr_scheduler_type polynomial", "scheduler 'polynomial' is unknown. Known: cosine, linear, constant."),
+        ("train --bf16 --fp16", "`--precision bf16`. --fp16: precision fp16 contradicts precision bf16 of --bf16."),
+        ("train --adapter lora --load_in_4bit", "adapter qlora contradicts adapter lora. Choose one."),
+        (
+            "train --val_set_size 0.05 --foo 3 --sequence_len 9",
+            "'--val_set_size', '--foo', '--sequence_len'. Here it is",
+        ),
+        ("train --val_set_size 0.05 --foo 3 --sequence_len 9", "`--seq-len 9`. --val_set_size: leave it out"),
+        ("train --val_set_size 0.05 --foo 3 --sequence_len 9", "--foo has no meaning here."),
+        ("train --report_to all", "--report_to: name each one"),
+        ("generate RUN p --max-length 5", "Here it is `--max-new-tokens 5`"),
         ("launch --nproc_per_node 2 x.py", "Here it is `--processes 2`"),
         ("finetune", "Here it is `toolkit train`"),
         ("sft", "Here it is `toolkit train`"),
+        ("ls", "Here it is `toolkit runs`"),
+        ("merge", "Here it is `toolkit export --merge`"),
+        ("dpo", "TRL trains preferences."),
     ],
 )
 def test_a_refusal_says_what_to_write(line: str, said: str) -> None:
     assert said in refusal(line)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["stage", "torch_compile", "use_liger_kernel", "tf32", "fp8", "debug", "logging_dir", "group_by_length"],
+)
+def test_no_guess_is_far_off(name: str) -> None:
+    assert "Did you mean" not in refusal(f"train --{name} 1")
+
+
+def test_our_flags_may_have_underscores() -> None:
+    words = ["train", "--lora_rank", "8", "--weight_decay=0.1", "--no_packing", "--adapter", "lora"]
+    flags = PARSER.parse_args(words)
+    assert (flags.lora_rank, flags.weight_decay, flags.packing) == (8, 0.1, False)
+    own = PARSER.parse_args(["launch", "--dp_replicate", "2", "own.py", "--seq_len", "8"])
+    assert (own.dp_replicate, own.arguments) == (2, ["--seq_len", "8"])
+
+
 def test_names_of_verbs_and_shardings_mean_ours() -> None:
-    for verb in set(VERBS.values()):
-        assert f"usage: toolkit {verb} " in python("-m", "toolkit", verb, "--help", cwd=ROOT, code=0).stdout
+    parser = PARSER
+    verbs = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    for meant in VERBS.values():
+        tool, verb, *_ = meant.split()
+        assert tool != "toolkit" or verb in verbs or verb == "--version"
     for name, word in SHARDING_NAMES.items():
-        with pytest.raises(StrategyError, match=rf"sharding '{name}' is unknown\. Here it is --sharding {word}\."):
+        with pytest.raises(StrategyError, match=rf"sharding '{name}' is unknown\. Here it is sharding '{word}'\."):
             sharding_word(name)
         Strategy(sharding=word)
 
@@ -139,14 +209,71 @@ def test_names_of_verbs_and_shardings_mean_ours() -> None:
         ({"output_dir": "out"}, "run_dir='out'"),
         ({"nproc_per_node": 4}, "processes=4"),
         ({"learning_rate": 2e-5}, "lr=2e-05"),
-        ({"load_in_4bit": True}, "adapter='qlora'"),
-        ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora_targets='q_proj,v_proj'"),
+        ({"load_in_4bit": True, "use_peft": True, "lora_r": 8}, "adapter='qlora', lora_rank=8"),
+        ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora_targets='q_proj,v_proj', adapter='lora'"),
         ({"sample_packing": True}, "packing=True"),
         ({"train_on_inputs": True}, "mask_prompts=False"),
     ],
 )
-def test_python_has_the_same_hints(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(StrategyError, match=rf"launch has no argument .* Here it is {re.escape(said)}\. Known:"):
-        tk.launch(**fields)  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="Leave it out, and upload"):
+def test_python_has_the_same_hints(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(StrategyError, match=rf"launch has no argument .* Here it is {re.escape(said)}\.$"):
+        tk.launch(**fields)
+    with pytest.raises(StrategyError, match="leave it out, and upload"):
         tk.launch(push_to_hub=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: tk.TrainConfig(learning_rate=1e-4, bf16=True), "lr=0.0001. tk.Strategy has it: precision='bf16'."),
+        (lambda: tk.TrainConfig(num_train_epochs=3, per_device_train_batch_size=2), "epochs=3, micro_batch=2."),
+        (lambda: tk.Strategy(zero_stage=3, load_in_4bit=True), "sharding='zero3', adapter='qlora'."),
+        (lambda: tk.Strategy("zero3"), "Strategy('zero3'): expected names, such as sharding='zero3'."),
+        (
+            lambda: tk.Strategy(lora_rank=16),
+            "lora_rank 16: without effect, since adapter is not given. Give --adapter too",
+        ),
+        (lambda: tk.RunConfig(output_dir="x"), "tk.launch has it: run_dir='x'."),
+        (lambda: tk.RunConfig(max_seq_length=128), "tk.TrainConfig has it: seq_len=128."),
+        (lambda: tk.preview("embedded", "embedded", max_seq_length=128), "seq_len=128."),
+        (lambda: tk.forecast("embedded", sharding="zero3"), "Give strategy=tk.Strategy(sharding='zero3')."),
+        (lambda: tk.forecast("embedded", hardware="8x H100"), "Here it is on='8x H100'."),
+        (lambda: tk.plan("embedded", hardware="8x H100"), "Here it is on='8x H100'."),
+        (lambda: tk.generate("run", "p", max_length=5, do_sample=True), "max_new_tokens=5, temperature=1.0."),
+        (lambda: tk.train(model="x", data="y"), "tk.launch has it: model='x', data='y'."),
+    ],
+)
+def test_unknown_names_in_python_are_answered(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        call()
+    assert said in str(caught.value)
+    assert (
+        not isinstance(caught.value, TypeError)
+        or "has no" in str(caught.value)
+        or "expected names" in str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("name", PYTHON_NAMES)
+def test_names_that_people_look_for_say_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(PYTHON_NAMES[name])):
+        getattr(tk, name)
+
+
+def test_the_version_and_the_help_of_a_verb_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for words in (["--version"], ["-V"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+        assert capsys.readouterr().out == f"toolkit {project['version']}\n"
+    assert tk.__version__ == project["version"]
+    for words, text in ((["help"], "usage: toolkit "), (["help", "train"], "usage: toolkit train ")):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+        assert capsys.readouterr().out.startswith(text)
+
+
+@pytest.mark.parametrize("words", ["train --lora-rank 16", "compare --lora-targets q_proj", "forecast --lora-alpha 4"])
+def test_flags_of_an_adapter_need_one(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert "without effect, since adapter is not given. Give --adapter too" in capsys.readouterr().err

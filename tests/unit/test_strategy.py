@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from toolkit.config.flags import add_flags, from_dict, given, read_assignments, to_flags
+from toolkit.config.flags import Parser, add_flags, from_dict, given, read_assignments, to_flags
 from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
 from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
 from toolkit.config.train_config import TrainConfig
@@ -40,7 +40,7 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
         ({"sharding": "ddp", "offload": "cpu"}, "runs with sharding zero3"),
         ({"sharding": "zero2", "offload": "cpu"}, "it runs with none, optimizer"),
         ({"sharding": "fsdp", "dp_replicate": 2}, "belongs to sharding 'hsdp'"),
-        ({"lora_rank": 0}, "at least 1"),
+        ({"adapter": "lora", "lora_rank": 0}, "at least 1"),
         ({"sharding": "fsdp", "grad_accum_dtype": "bf16"}, "runs with sharding zero1, zero2, zero3"),
     ],
 )
@@ -127,7 +127,7 @@ def test_flags_and_json_spell_the_same(strategy: Strategy) -> None:
     ],
 )
 def test_four_aliases_of_transformers_are_flags_and_nothing_else(alias: str, field: str) -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_flags(parser, TrainConfig)
     for spelled in (alias, alias.replace("_", "-")):
         assert given(parser.parse_args([f"--{spelled}", "3"]), TrainConfig) == {field: 3}

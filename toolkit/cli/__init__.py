@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command `toolkit`. Exit codes: 0 done, 2 user error, 130 and 143 stopped by a signal, 1 other errors."""
     try:
         with _terminable():
-            flags = parse(arguments)
+            words = list(sys.argv[1:] if arguments is None else arguments)
+            flags = parse([*words[1:2], "--help"] if words[:1] == ["help"] else words)
             check_target(flags.json, "--json")
             with quiet(flags.json):
                 result = flags.call(flags)

@@ -14,6 +14,7 @@ from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core import VERSION
 from toolkit.core.errors import StrategyError
 from toolkit.launcher import RestartPolicy
 
@@ -178,6 +179,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def build_parser() -> Parser:
     """Return the parser of `toolkit`, with a parser for each verb."""
     parser = Parser(prog="toolkit", description="One word switches how a model is trained.")
+    parser.add_argument("-V", "--version", action="version", version=f"toolkit {VERSION}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(function: Any, arguments: Sequence[Argument], *owners: type[Any], **options: Any) -> Parser:

@@ -47,8 +47,8 @@ def forecast(flags: argparse.Namespace) -> Result:
     from toolkit.forecasting.usual_shardings import side_by_side
     from toolkit.models import describe
 
-    spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
+    spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
@@ -123,7 +123,7 @@ def plan(flags: argparse.Namespace) -> Result:
         describe(flags.model, trust_remote_code=flags.trust_remote_code),
         hardware(machine, flags.host_memory),
         global_batch=flags.global_batch,
-        strategy=from_dict(Strategy, {name: value for name, value in fields.items() if name not in vary}),
+        strategy=from_dict(Strategy, fields | {name: getattr(Strategy(), name) for name in vary if name in fields}),
         vary=vary,
         tokens=flags.tokens,
         price=flags.price,

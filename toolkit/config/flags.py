@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from toolkit.config.hints import VERBS, spell_hint
+from toolkit.config.hints import HINTS, VERBS, Meaning, translate
 from toolkit.core.display import Table
-from toolkit.core.errors import StrategyError, nearest
+from toolkit.core.errors import StrategyError, UnknownName, nearest
 
 Owner = TypeVar("Owner")
+T = TypeVar("T")
 
 
-def amount(default: Any, help: str, alias: str = "", joined: bool = False, **bounds: float) -> Any:
+def amount(default: Any, help: str, alias: str = "", joined: bool = False, needs: str = "", **bounds: float) -> Any:
     """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_BOUNDS`.
 
-    `joined`: the flag may be given several times; its values are joined by commas.
+    Args:
+        default, help, alias, bounds: as above.
+        joined: the flag may be given several times; its values are joined by commas.
+        needs: a field without which this one has no effect.
     """
-    return field(default=default, metadata={"help": help, "alias": alias, "joined": joined, "bounds": bounds})
+    about = {"help": help, "alias": alias, "joined": joined, "needs": needs, "bounds": bounds}
+    return field(default=default, metadata=about)
 
 
 class _Joined(argparse.Action):
@@ -62,7 +69,8 @@ def check_value(owner: type[Any], name: str, value: Any) -> None:
         later = about["later"]
         if value not in choices:
             known = ", ".join(word for word in choices if word not in later)
-            raise StrategyError(f"{name} {value!r} is unknown.{nearest(value, choices)} Known: {known}.")
+            near = nearest(value, [word for word in choices if word not in later])
+            raise StrategyError(f"{name} {value!r} is unknown.{near} Known: {known}.")
         if value in later:
             raise StrategyError(f"{name} {value!r} is not available yet.")
         return
@@ -124,43 +132,63 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = ", ".join(map(str, action.choices))
             what = action.metavar or action.dest
-            near = f" Here it is `toolkit {VERBS[value]}`." if value in VERBS else nearest(value, action.choices)
+            near = nearest(value, action.choices)
+            if ours := VERBS.get(value):
+                near = f" {ours}." if ours[0].isupper() else f" Here it is `{ours}`."
             raise StrategyError(f"{what} {value!r} is unknown.{near} Known: {choices}. See `{self.prog} --help`.")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse unknown flags; a verb's own parser names the nearest of its flags."""
-        words = list(sys.argv[1:] if args is None else args)
-        namespace_, unknown = super().parse_known_args(words, namespace)
-        if not unknown:
-            return namespace_, unknown
-        end = f" See `{self.prog} --help`."
-        before = words[words.index(unknown[0]) - 1] if unknown[0] in words[1:] else ""
-        if isinstance(self._option_string_actions.get(before), argparse.BooleanOptionalAction):
-            raise StrategyError(f"{before} takes no value. Give `{before}` or `--no-{before[2:]}`.{end}")
-        if hints := self._hints(words, unknown):
-            names = ", ".join(map(repr, hints))
-            flags = " ".join(hint for hint in hints.values() if hint.startswith("--"))
-            known = all(word in self._option_string_actions for word in flags.split() if word.startswith("--"))
-            near = f" Here it is `{flags}`." if known else f" `toolkit train` has it as `{flags}`."
-            near = near if flags else ""
-            near += "".join(f" {name}: {hint}." for name, hint in hints.items() if not hint.startswith("--"))
-            raise StrategyError(f"{self.prog} does not know {names}.{near}{end}")
-        positional = [action for action in self._get_positional_actions() if f"--{action.dest}" == unknown[0]]
-        near = nearest(unknown[0], self._option_string_actions)
-        if positional:
-            near = f" Give it without a flag: `{self.prog} {positional[0].metavar}`."
-        raise StrategyError(f"{self.prog} does not know {unknown[0]!r}.{near}{end}")
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Take our flags with `_` for `-`, too."""
+        name, equals, value = arg_string.partition("=")
+        ours = name.replace("_", "-")
+        return super()._parse_optional(ours + equals + value if ours in self._option_string_actions else arg_string)
 
-    def _hints(self, words: Sequence[str], unknown: Sequence[str]) -> dict[str, str]:
-        """Return the unknown flags of other tools, with ours: `--num_train_epochs` → `--epochs 3`."""
-        hints = {}
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown flags and words in one message, with ours that mean the same."""
+        words = list(sys.argv[1:] if args is None else args)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            raise StrategyError(f"{self.prog} does not know {self._explain(words, unknown, parsed)}")
+        return parsed, unknown
+
+    def _explain(self, words: Sequence[str], unknown: Sequence[str], parsed: argparse.Namespace) -> str:
+        end, foreign = f" See `{self.prog} --help`.", {}
+        values: list[str] = []
         for word in unknown:
             name, equals, value = word.partition("=")
-            after = itertools.takewhile(lambda next_: not next_.startswith("--"), words[words.index(word) + 1 :])
-            positional = any(f"--{action.dest}" == name for action in self._get_positional_actions())
-            if name.startswith("--") and not positional and (hint := spell_hint(name, [value] if equals else [*after])):
-                hints[name] = hint
-        return hints
+            before = words[words.index(word) - 1].replace("_", "-") if word in words[1:] else ""
+            if isinstance(self._option_string_actions.get(before), argparse.BooleanOptionalAction):
+                off = (word.lower() in ("false", "no", "0", "off")) != before.startswith("--no-")
+                ours = before.removeprefix("--").removeprefix("no-")
+                return f"{word!r}: {before} takes no value. Give `--{'no-' * off}{ours}`.{end}"
+            if name.startswith("-"):
+                after = itertools.takewhile(lambda next_: not next_.startswith("--"), words[words.index(word) + 1 :])
+                foreign[name] = [value] if equals else [*after]
+                values += foreign[name]
+            elif word not in values:
+                foreign[word] = [word]
+        names, known = ", ".join(map(repr, foreign)), {action.dest for action in self._actions}
+        positional = {f"--{action.dest}": action.metavar for action in self._get_positional_actions()}
+        meant = {name: values for name, values in foreign.items() if name not in positional}
+        given = {name: value for name, value in vars(parsed).items() if value not in (None, False)}
+        meant |= {f"--{name} {value}": [value] for name, value in given.items() if f"{name}={value}" in HINTS}
+        meaning = meaning_of(meant, known, given)
+        text = ""
+        for has, prefix in ((True, " Here it is"), (False, " `toolkit train` has it as")):
+            if fields := {name: value for name, value in meaning.fields.items() if (name in known) is has}:
+                text += f"{prefix} `{shlex.join(spell(fields))}`."
+        text += spell_notes(meaning)
+        text += "".join(
+            f" Give it without a flag: `{self.prog} {positional[name]}`." for name in foreign if name in positional
+        )
+        for name in meaning.unknown:
+            if name[0] != "-" and "--model" in self._option_string_actions:
+                text += f" Give a model as `--model {name}`, data as `--data {name}`."
+            else:
+                text += nearest(name, self._option_string_actions) or f" {name} has no meaning here." * (
+                    len(foreign) > 1
+                )
+        return f"{names}.{text}{end}"
 
 
 def add_flags(
@@ -189,8 +217,8 @@ def add_flags(
             action: Any = _Joined if f.metadata.get("joined") else "store"
             group.add_argument(flag(f.name), dest=f.name, type=kind, metavar=metavar, help=text, action=action)
             if alias := f.metadata.get("alias", ""):
-                text = f"the same as {flag(f.name)} (also with _); of both, the last counts"
-                group.add_argument(flag(alias), f"--{alias}", dest=f.name, type=kind, metavar=metavar, help=text)
+                text = f"the same as {flag(f.name)}; of both, the last counts"
+                group.add_argument(flag(alias), dest=f.name, type=kind, metavar=metavar, help=text)
 
 
 def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
@@ -247,30 +275,109 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
     return values
 
 
-def field_hint(name: str, value: Any, names: Collection[str]) -> str:
-    """Return the fields that mean the same as another tool's: `num_train_epochs`, 3 → `" Here it is epochs=3."`."""
-    hint = spell_hint(name, value if isinstance(value, list | tuple) else [value])
-    pairs = re.findall(r"--(no-)?([\w-]+)(?: (?!--)(\S+))?", hint)
-    texts = {
-        field.replace("-", "_"): repr(not no) if not text else text if re.fullmatch(r"[\d.e-]+", text) else repr(text)
-        for no, field, text in pairs
-    }
-    if not texts or hint.startswith("leave"):
-        return f" {hint.capitalize()}." if hint else ""
-    if not texts.keys() <= set(names):
-        return f" `toolkit train` has it as `{hint}`."
-    return f" Here it is {', '.join(f'{field}={text}' for field, text in texts.items())}."
+def meaning_of(names: Mapping[str, Any], known: Collection[str], given: Mapping[str, Any]) -> Meaning:
+    """Return what names of other tools mean, as `translate` does; a value that our field refuses is a sentence."""
+    meaning = translate(names, known, given)
+    for name, value in list(meaning.fields.items()):
+        for owner in OWNERS.values():
+            if name in (kinds := _kinds(owner)):
+                kind = kinds[name][0]
+                try:
+                    check_value(owner, name, value if kind is bool else kind(value))
+                except StrategyError as error:
+                    meaning.notes[name] = str(error).rstrip(".")
+                    del meaning.fields[name]
+                except ValueError:
+                    meaning.notes[name] = f"{name} {value!r}: expected {kind.__name__}"
+                    del meaning.fields[name]
+    return meaning
+
+
+def spell_notes(meaning: Meaning) -> str:
+    """Return the sentences of a meaning, each after the name that it is about."""
+    return "".join(f" {note if note.startswith(name) else f'{name}: {note}'}." for name, note in meaning.notes.items())
+
+
+def unknown_names(
+    where: str, names: Mapping[str, Any], known: Collection[str], given: Mapping[str, Any]
+) -> UnknownName:
+    """Return the error for arguments that a function or dataclass does not have, with those that mean the same.
+
+    Args:
+        where: begins the message: `"launch has no argument"`.
+        names: the unknown ones, with their values.
+        known: the arguments that it has.
+        given: the values of arguments that it has.
+    """
+    text = ""
+    theirs = {name: value if isinstance(value, list | tuple) else [value] for name, value in names.items()}
+    ours = {name: value for name, value in names.items() if any(name in _kinds(owner) for owner in OWNERS.values())}
+    meaning = meaning_of({name: value for name, value in theirs.items() if name not in ours}, known, given)
+    fields = {**meaning.fields, **ours}
+    if here := {name: value for name, value in fields.items() if name in known}:
+        text += f" Here it is {_arguments(here)}."
+    for argument, owner in OWNERS.items():
+        own = {name: fields.pop(name) for name in _kinds(owner) if name in fields and name not in known}
+        if own and argument in known:
+            text += f" Give {argument}=tk.{owner.__name__}({_arguments(own)})."
+        elif own:
+            place = f"tk.{owner.__name__}" if where[0].isupper() else "tk.launch"
+            text += f" {place} has it: {_arguments(own)}."
+    if rest := {name: value for name, value in fields.items() if name not in known}:
+        text += f" tk.launch has it: {_arguments(rest)}."
+    text += spell_notes(meaning)
+    text += "".join(nearest(name, known) for name in meaning.unknown)
+    text = text or f" Known: {', '.join(known)}."
+    return UnknownName(f"{where} {', '.join(map(repr, names))}.{text}")
+
+
+def _arguments(fields: Mapping[str, Any]) -> str:
+    """Return fields as arguments in Python: `epochs=3, data='x.jsonl'`."""
+    number = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?")
+    return ", ".join(
+        f"{name}={value if number.fullmatch(str(value)) else repr(value)}" for name, value in fields.items()
+    )
+
+
+OWNERS: dict[str, type[Any]] = {}
+"""Name of an argument, such as `train_config` → the dataclass. Each of its fields is a flag."""
+
+
+def by_name(target: T) -> T:
+    """Answer unknown and unnamed arguments of a function or a dataclass in a sentence. A decorator."""
+    whole: Any = target
+    owner: Any = target if isinstance(target, type) else None
+    function = whole.__init__ if owner else whole
+    code, kind = function.__code__, "field" if owner else "argument"
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **fields: Any) -> Any:
+        if unknown := {name: value for name, value in fields.items() if name not in known}:
+            given = {name: value for name, value in fields.items() if name in known}
+            raise unknown_names(f"{whole.__name__} has no {kind}", unknown, known[bool(owner) :], given)
+        if len(args) > code.co_argcount:
+            value, name = args[code.co_argcount], known[code.co_argcount]
+            raise UnknownName(f"{whole.__name__}({value!r}): expected names, such as {name}={value!r}.")
+        for name in fields if owner else ():
+            needs = owner.__dataclass_fields__[name].metadata.get("needs")
+            if needs and needs not in fields and fields[name] is not None:
+                raise StrategyError(
+                    f"{name} {fields[name]}: without effect, since {needs} is not given. Give --{needs} too, or leave it out."
+                )
+        return function(*args, **fields)
+
+    if owner is None:
+        return cast("T", checked)
+    owner.__init__ = checked
+    OWNERS["_".join(re.findall("[A-Z][a-z]+", owner.__name__)).lower()] = owner
+    return target
 
 
 def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
     """Return a dataclass from its JSON.
 
     Raises:
-        StrategyError: for a field that does not exist, with the nearest one, and for a value of another type.
+        StrategyError: for a field that does not exist, with what means the same, and for a value of another type.
     """
-    names = list(_kinds(owner))
-    for name in values:
-        if name not in names:
-            near = field_hint(name, values[name], names) or nearest(name, names)
-            raise StrategyError(f"{owner.__name__} has no field {name!r}.{near} Known: {', '.join(names)}.")
     return owner(**values)

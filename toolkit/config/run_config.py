@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.flags import amount, choice, validate
+from toolkit.config.flags import amount, by_name, choice, validate
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ToolkitError
@@ -21,6 +21,7 @@ TRAIN_ON = ("all-turns", "last-turn")
 TOO_LONG = ("cut", "drop", "split", "refuse")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Model and data of a training, and what the run saves and watches."""

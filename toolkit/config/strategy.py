@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from toolkit.config.flags import amount, choice, fields_table, validate
+from toolkit.config.flags import amount, by_name, choice, fields_table, validate
 from toolkit.config.hints import SHARDING_NAMES
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.core.display import Result, Table
@@ -132,12 +132,13 @@ def sharding_word(word: str) -> str:
         return names[key]
     aliases = [alias.upper() for alias in names]
     meant = SHARDING_NAMES.get(key)
-    near = f" Here it is --sharding {meant}." if meant else nearest(key, [*SHARDINGS, *aliases])
+    near = f" Here it is sharding {meant!r}." if meant else nearest(key, [*SHARDINGS, *aliases])
     raise StrategyError(
         f"sharding {word!r} is unknown.{near} Known: {', '.join(SHARDINGS)}; aliases: {', '.join(aliases)}."
     )
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Result):
     """How a model is trained. The same words in Python, the shell, JSON and YAML.
@@ -196,10 +197,16 @@ class Strategy(Result):
     cp: int = amount(1, "", least=1)
     ep: int = amount(1, "", least=1)
     pp: int = amount(1, "", least=1)
-    lora_rank: int = amount(16, "rank of the adapter's matrices", least=1)
-    lora_alpha: int | None = amount(None, "scale of the adapter times its rank; open: twice the rank", least=1)
-    lora_dropout: float = amount(0.0, "share of an adapter's inputs dropped in training", least=0, below=1)
-    lora_targets: str = amount("all-linear", "modules with an adapter: all-linear (not the head), or names with commas")
+    lora_rank: int = amount(16, "rank of the adapter's matrices", needs="adapter", least=1)
+    lora_alpha: int | None = amount(
+        None, "scale of the adapter times its rank; open: twice the rank", needs="adapter", least=1
+    )
+    lora_dropout: float = amount(
+        0.0, "share of an adapter's inputs dropped in training", needs="adapter", least=0, below=1
+    )
+    lora_targets: str = amount(
+        "all-linear", "modules with an adapter: all-linear (not the head), or names with commas", needs="adapter"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from toolkit.config.flags import amount, choice, fields_table, validate
+from toolkit.config.flags import amount, by_name, choice, fields_table, validate
 from toolkit.config.strategy import LATER, OPTIMIZER_WORDS
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
@@ -17,6 +17,7 @@ DEFAULT_STEPS = 100
 SCHEDULERS = ("cosine", "linear", "constant")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Result):
     """The optimizer step, and the number of steps.

@@ -43,6 +43,10 @@ class StrategyError(ToolkitError):
     """A `Strategy` or `TrainConfig` that cannot be: a wrong value, or a combination that nothing can run."""
 
 
+class UnknownName(StrategyError, TypeError):
+    """An argument that a function or a dataclass does not have, with the one that means the same."""
+
+
 class StrategyMismatch(ToolkitError):
     """The result differs from the request: engine, world size, bytes, dtypes or tied weights."""
 
@@ -87,8 +91,8 @@ class MissingLibrary(ToolkitError):
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return `" Did you mean 'zero3'?"`, or an empty string where no known word is near."""
-    values = {str(candidate).lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(str(word).lower(), values, n=1, cutoff=0.5)
+    values = {str(candidate).lower().strip("-").replace("_", "-"): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(str(word).lower().strip("-").replace("_", "-"), values, n=1, cutoff=0.75)
     return f" Did you mean {values[matches[0]]!r}?" if matches else ""
 
 

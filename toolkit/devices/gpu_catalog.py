@@ -95,7 +95,7 @@ def card_key(name: str, word: str) -> str:
     if len(matching) > 1:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
     if not matching:
-        hint = nearest(plain, CARDS)
+        hint = nearest(plain, [re.sub(r"-\d+GB$", "", card) for card in CARDS])
         if OTHER_BOARDS & set(plain.upper().split("-")):
             hint = " The catalog has other boards of such cards."
         raise ToolkitError(f"hardware {name!r} is unknown.{hint} Known: cpu, {', '.join(CARDS)}.")

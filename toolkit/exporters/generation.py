@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.manifest import NAME
+from toolkit.config.flags import by_name
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -30,6 +31,7 @@ ADAPTER = "adapter_config.json"
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 
+@by_name
 def generate(
     source: str | Path,
     prompt: str,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.checkpoints import identify
 from toolkit.checkpoints.identity import check_same
 from toolkit.checkpoints.importers import Entry, Weights
-from toolkit.config.flags import from_dict
+from toolkit.config.flags import by_name, from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
@@ -59,6 +59,7 @@ INT8 = 5e-2
 """`TOLERANCE` over an 8-bit base: its forward rounds activations, too (Dettmers et al. 2022)."""
 
 
+@by_name
 def export(
     source: str | Path,
     folder: str | Path,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.flags import differing, spell
+from toolkit.config.flags import by_name, differing, spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -235,6 +235,7 @@ DEFAULT_BATCH = 32
 """Samples of a step that a plan takes by default, or the next multiple of the ranks."""
 
 
+@by_name
 def plan(
     model: ModelSpec | str,
     on: Hardware | str | None = None,

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.config.flags import by_name
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
@@ -27,6 +28,7 @@ from toolkit.forecasting.timing import checkpoint_stall, communication, operatio
 from toolkit.models import ModelSpec, describe
 
 
+@by_name
 def forecast(
     model: ModelSpec | str,
     strategy: Strategy | None = None,

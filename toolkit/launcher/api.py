@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import field_hint, from_dict, spell, to_flags
+from toolkit.config.flags import differing, from_dict, spell, to_flags, unknown_names
 from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import RunError, StrategyError, nearest, value_or
+from toolkit.core.errors import RunError, StrategyError, value_or
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.core.redaction import shorten
 from toolkit.devices.machine import hardware
@@ -162,11 +162,11 @@ def _sort_options(
 ) -> dict[str, Any]:
     """Return Strategy, TrainConfig, RunConfig and RestartPolicy by name, made from these fields."""
     owner_of = {f.name: name for name, owner in OWNERS.items() for f in dataclasses.fields(owner)}
+    known = (*owner_of, "processes", "run_dir")
+    if unknown := {name: value for name, value in fields.items() if name not in known}:
+        given = {name: value for name, value in fields.items() if name in known}
+        raise unknown_names("launch has no argument", unknown, known, given)
     for name in fields:
-        if name not in owner_of:
-            known = ", ".join(sorted(owner_of))
-            near = field_hint(name, fields[name], (*owner_of, "processes", "run_dir")) or nearest(name, owner_of)
-            raise StrategyError(f"launch has no argument {name!r}.{near} Known: {known}.")
         if not recipe and owner_of[name] != "strategy" and name not in OWN:
             raise StrategyError(
                 f"{name}: only the recipe ({RECIPE}) takes it. Give code of your own its args= and kwargs=."
@@ -180,7 +180,7 @@ def _sort_options(
             )
         values = {**dataclasses.asdict(strategy.strategy), **dataclasses.asdict(strategy.train_config)}
     elif isinstance(strategy, Strategy):
-        values = dataclasses.asdict(strategy)
+        values = differing(strategy)
     values |= fields
     if isinstance(spec := values.get("model"), ModelSpec):
         if spec.source is None and spec.name != EMBEDDED:

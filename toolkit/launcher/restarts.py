@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoints import list_checkpoints
-from toolkit.config.flags import amount, choice, from_dict, spell, validate
+from toolkit.config.flags import amount, by_name, choice, from_dict, spell, validate
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import last_step
 from toolkit.core.errors import OutOfMemory, value_or
@@ -26,6 +26,7 @@ IN_VAIN = 2
 """Restarts in a row without a new step, after which no further restart follows."""
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
     """Restarts after the failure of a rank."""

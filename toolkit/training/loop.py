@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.randomness import read_generators, write_generators
+from toolkit.config.flags import by_name
 from toolkit.config.tables import OPTIMIZERS
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, NotFinite
@@ -96,6 +97,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -
     return LambdaLR(optimizer, lambda done: train_config.rate_factor(done))
 
 
+@by_name
 def train(
     prepared: Prepared,
     loader: Iterable[Batch],

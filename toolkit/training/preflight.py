@@ -16,7 +16,7 @@ from toolkit.config.flags import differing
 from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import DataError, value_or
+from toolkit.core.errors import DataError, StrategyError, value_or
 from toolkit.data import (
     Rows,
     batches,
@@ -156,8 +156,9 @@ def run_preflight(
         if not run_config.eval_every:
             notes.append("sample: printed after the last step alone; --eval-every N prints one every N steps")
     if prepared is None and strategy.adapter == "none":
-        unused = {name: value for name, value in differing(strategy).items() if name.startswith("lora_")}
-        notes += [f"{name} {value}: without effect, since adapter is none" for name, value in unused.items()]
+        for name, value in differing(strategy).items():
+            if name.startswith("lora_"):
+                raise StrategyError(f"{name} {value}: without effect, since adapter is none. Give --adapter lora too.")
     data = rows["data"]
     assert data is not None, "the data were prepared by the parent, or read here"
     dp_size = resolved.parallelism.dp_size
