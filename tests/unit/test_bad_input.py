@@ -121,7 +121,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
     # Data
     "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
     "no evaluation": ("train --eval-data nothing.jsonl", ["--eval-data nothing.jsonl: no such file", "leave --eval-data out"]),
-    "data as a model": ("train --model {things}/chat.jsonl", ["is a data file", "`--data {things}/chat.jsonl`"]),
+    "data as a model": ("train --model {things}/chat.jsonl", ["is a data file", "`toolkit train --data {things}/chat.jsonl`"]),
+    "data described": ("describe {things}/chat.jsonl", ["is a data file", "`toolkit train --data {things}/chat.jsonl`"]),
+    "data planned": ("plan {things}/chat.jsonl", ["is a data file", "`toolkit preview MODEL {things}/chat.jsonl`"]),
+    "data and model": ("preview {things}/chat.jsonl gpt2", ["is a data file", "`toolkit preview MODEL {things}/chat.jsonl`"]),
+    "program as held-out data": ("train --data a.jsonl --eval-data b.py", ["eval_data 'b.py' is a program"]),
+    "one program of several": ("train --data a.jsonl,b.py:0.3", ["data 'b.py' is a program"]),
     "program as data": ("train --data train.py", ["'train.py' is a program", "`toolkit launch train.py`", ".txt"]),
     "malformed": ("train --data {things}/malformed.jsonl", ["malformed.jsonl, line 2", "malformed JSON", "column"]),
     "other column": ("train --data {things}/misnamed.jsonl", ["line 1", "'body'", "--text-column"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,7 @@ def test_steps_of_ones_own_loop_are_counted_until_it_logs(rank: Path, monkeypatc
 
     (rank.parent / "logs").mkdir()
     ours, model = accelerator(Strategy(precision="fp32")), torch.nn.Linear(2, 1)
+    start = time.perf_counter()
     model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in (1, 2, 3, 4):
         loss = model(torch.ones(1, 2, device=ours.device)).sum()
@@ -226,6 +228,9 @@ def test_steps_of_ones_own_loop_are_counted_until_it_logs(rank: Path, monkeypatc
     assert [(line["step"], line["loss"]) for line in atomic_io.read_events(rank)] == [(1, None), (2, None), (3, 0.5)]
     steps = list(atomic_io.read_events(rank))
     assert [sections._is_counted(step) for step in steps] == [True, True, False]
+    assert 0 < sum(step["seconds"] for step in steps) < time.perf_counter() - start, (
+        "what came before the steps is no part"
+    )
     monkeypatch.setattr(run_log, "_times", {})  # a resumed run's first step takes nothing from what was logged
     run_log.count_step()
     assert [line["step"] for line in atomic_io.read_events(rank)] == [1, 2, 3, 4]

@@ -38,6 +38,20 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def _noted(verb: str) -> Iterator[None]:
+    """On a terminal, say after 2 s what a forecast waits for: imports and traces show no progress."""
+    words = "toolkit: reading and tracing the model: about 10 s, once"
+    note = threading.Timer(2.0, print, [words], {"file": sys.stderr})
+    note.daemon = True
+    if sys.stderr.isatty() and verb in ("describe", "forecast", "plan", "timeline", "precisions"):
+        note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
+
+
 @redacted_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command `toolkit`. Exit codes: 0 done, 2 user error, 130 and 143 stopped by a signal, 1 other errors."""
@@ -46,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words = list(sys.argv[1:] if arguments is None else arguments)
             flags = parse([*words[1:2], "--help"] if words[:1] == ["help"] else words)
             check_target(flags.json, "--json")
-            with quiet(flags.json):
+            with quiet(flags.json), _noted(flags.verb):
                 result = flags.call(flags)
             show(result, flags.json)
     except (ToolkitError, Stopped) as error:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.flags import from_dict, given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
-from toolkit.config.train_config import DEFAULT_STEPS, TrainConfig
+from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
 
@@ -139,10 +139,6 @@ def plan(flags: argparse.Namespace) -> Result:
             show(result, flags.json)  # the result is shown even if the file cannot be written
             raise
         print(result.command(flags.model or EMBEDDED, flags.write), file=sys.stderr)
-        print(
-            f"Add --data: without it this trains on the embedded text for {DEFAULT_STEPS} steps.",
-            file=sys.stderr,
-        )
     return result
 
 

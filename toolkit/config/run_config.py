@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,15 @@ DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".jsonl.
 
 TRAIN_ON = ("all-turns", "last-turn")
 TOO_LONG = ("cut", "drop", "split", "refuse")
+
+
+def check_model_name(name: str) -> None:
+    """Refuse the name of a data file as a model's."""
+    if name.lower().endswith(DATA_ENDINGS):
+        raise ToolkitError(
+            f"model {name!r} is a data file: expected a Hub id or a folder. `toolkit train --data {name}` and `toolkit preview "
+            f"MODEL {name}` read it."
+        )
 
 
 @by_name
@@ -87,15 +97,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.model.lower().endswith(DATA_ENDINGS):
-            raise ToolkitError(
-                f"model {self.model!r} is a data file. Give it as `--data {self.model}`, and a Hub id or a folder as --model."
-            )
-        if self.data.endswith(".py") and not set("*?[,") & set(self.data):
-            raise ToolkitError(
-                f"data {self.data!r} is a program. `toolkit launch {self.data}` runs your own script. To train on its text, "
-                "copy it to a file that ends in .txt."
-            )
+        check_model_name(self.model)
+        for name, sources in {"data": self.data, "eval_data": self.eval_data or ""}.items():
+            if program := next((each for each in re.split(":|,", sources) if each.endswith(".py")), ""):
+                raise ToolkitError(
+                    f"{name} {program!r} is a program. `toolkit launch {program}` runs your own script. To train on its text, "
+                    "copy it to a file that ends in .txt."
+                )
         for name in ("eval_every", "eval_micro_batch", "save_best", "early_stop", "sample"):
             if getattr(self, name) and not self.eval_data:
                 raise ToolkitError(

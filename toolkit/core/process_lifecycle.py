@@ -122,6 +122,10 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
+SAME_REQUEST: dict[int, float] = {signal.SIGTERM: 3.0, signal.SIGINT: 0.1}
+"""Seconds in which a second signal belongs to the first: `timeout` signals a process and its group."""
+
+
 class StopSignal:
     """SIGTERM and SIGINT as a request: recorded, so that the step can end and a checkpoint be published first.
 
@@ -131,12 +135,14 @@ class StopSignal:
     number: int | None = None
     """The first signal that came."""
     again = False
-    """Whether a second signal followed the first."""
+    """Whether a second signal followed the first, later than `SAME_REQUEST`."""
     listening = False
 
     def _on_signal(self, number: int, _: object) -> None:
-        self.again = self.number is not None
-        self.number = self.number or number
+        if self.number is None:
+            self.number, self._came_at = number, time.monotonic()
+        elif time.monotonic() - self._came_at > SAME_REQUEST[number]:
+            self.again = True
 
     def __enter__(self) -> StopSignal:
         """Start to listen."""

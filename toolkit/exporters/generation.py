@@ -31,6 +31,12 @@ ADAPTER = "adapter_config.json"
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 
+class _Printed(str):
+    """A text that was printed already, so that a notebook does not show it again."""
+
+    def _ipython_display_(self) -> None: ...
+
+
 @by_name
 def generate(
     source: str | Path,
@@ -78,7 +84,8 @@ def generate(
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     most = max_new_tokens or min(TOKENS, room)
     opened = _open(spec, job, folder)
-    return answer(opened, tokenizer, ids, max_new_tokens=most, temperature=temperature, streamer=streamer)
+    text = answer(opened, tokenizer, ids, max_new_tokens=most, temperature=temperature, streamer=streamer)
+    return _Printed(text) if stream else text
 
 
 def encode(tokenizer: Any, spec: ModelSpec, prompt: str, *, new: int = 1, chat: bool = True) -> tuple[list[int], int]:

@@ -218,7 +218,7 @@ class Plan(Result):
 
     def _flags(self, model: str, excluded: Collection[str] = ()) -> str:
         strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in excluded}
-        model_field = {} if model == EMBEDDED else {"model": model}
+        model_field = {} if model == EMBEDDED else {"model": model, "data": "YOUR_DATA"}
         return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
 
 

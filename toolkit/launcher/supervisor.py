@@ -136,7 +136,8 @@ class _Attempt:
             self._passed_on_at, self._step_seconds = now, value_or(0.0, _last_step_seconds, self.folder)
             if self.watch is not None and self.watch.listens():
                 print(
-                    "toolkit: stopping after this step, with a checkpoint if the run saves any. A second Ctrl-C ends it at once.",
+                    "toolkit: stopping after this step, with a checkpoint if the run saves any. "
+                    "A second Ctrl-C ends it at once, and a SIGTERM after 3 s.",
                     file=sys.stderr,
                     flush=True,
                 )

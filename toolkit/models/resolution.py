@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.run_config import EMBEDDED
+from toolkit.config.run_config import EMBEDDED, check_model_name
 from toolkit.core.atomic_io import LIMIT, check_fields, expand_user, read_json, read_limited, shorten_value
 from toolkit.core.errors import ModelError, nearest, value_or
 from toolkit.models.files import first_line, hub_file, local_folder
@@ -75,6 +75,7 @@ def locate(name: str, trust: str | None = None) -> tuple[str | None, Path | None
     if path.is_dir():
         weights = (path / "model.safetensors.index.json", path / "model.safetensors")
         return str(path) if any(file.is_file() for file in weights) else None, path / "config.json", False
+    check_model_name(name)
     if path.is_file():
         return None, path, False
     if name.endswith(".json") or name.startswith(("/", ".", "~")) or name.count("/") > 1:

@@ -134,6 +134,7 @@ def summarize(run: Report) -> str:
         f"evaluation loss {evaluations[-1]:.4f}" if evaluations else "",
         f"lowest {min(evaluations):.4f}" if len(evaluations) > 1 else "",
         f"{throughput(steps) or 0:,.0f} tokens/s",
+        f"ended early, of {about['planned_steps']:,} steps" if about.get("planned_steps") else "",
         f"{run.done:,} steps in {sum(event['seconds'] for event in steps):,.1f} s",
         f"{run.done * _global_batch(about) / rows:.2f} epochs" if rows else "",
         f"peak of a rank {format_bytes(peak) if peak else 'not measured'}, forecast {forecast}",

@@ -15,7 +15,7 @@ from toolkit.engines.base import engine_of
 from toolkit.engines.gradients import check_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.upstream import patched
-from toolkit.training.run_log import count_step
+from toolkit.training.run_log import begin, count_step
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     count_step()
 
         optimizer.step = MethodType(step, optimizer)
+        begin()
 
     def _check_written(self) -> None:
         """Refuse weights that the loop has written: DeepSpeed steps its masters, and copies them over the weights."""

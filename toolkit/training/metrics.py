@@ -47,7 +47,8 @@ class StepLog:
         self._run.folder.append_event({**fields, "attempt": self._run.attempt, "samples": samples})
         sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
         speed, size = f"{step.tokens / step.seconds:,.0f} tokens/s", format_bytes(max(sizes, default=0))
-        self._bar.set_postfix_str(f"loss {step.loss:.4f}, {speed}, {size} a rank", refresh=False)
+        kind = "RSS" if self._run.job.device.kind == "cpu" else "allocated"
+        self._bar.set_postfix_str(f"loss {step.loss:.4f}, {speed}, {kind} {size} a rank", refresh=False)
         self._bar.update()
         if step.skipped:
             self._bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")

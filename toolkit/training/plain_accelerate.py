@@ -28,7 +28,7 @@ from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.model_checks import check_adapter
 from toolkit.training.preparation import Audit, models_and_optimizers
 from toolkit.training.preparation import audit as audit_prepared
-from toolkit.training.run_log import log
+from toolkit.training.run_log import count_steps, log
 from toolkit.training.setup import TIMEOUT, agree, launched
 
 FIGURES: Mapping[str, str] = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "eval_loss": "eval_loss"}
@@ -195,6 +195,8 @@ def _audit_every_prepare(module: Any) -> None:
         result = original(self, *objects, **options)
         found: Any = zip(("model", "optimizer"), models_and_optimizers(result), strict=True)
         new = {name: items[-1] for name, items in found if items and not hasattr(self, "job")}
+        if "optimizer" in new and self._optimizers == [new["optimizer"]]:
+            count_steps(new["optimizer"])
         _prepared.update(new)
         if new and len(_prepared) == 2:
             audit(**_prepared)

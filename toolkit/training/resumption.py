@@ -223,8 +223,9 @@ def check_not_repeated(path: Path, recorded: Mapping[str, Any], start: int) -> N
 def finish(folder: Folder, *, export: Mapping[str, Any] | None, steps: int | None = None) -> None:
     """Record in `run.json` that the run is done, and the export's files and checks; `steps` of a run that ended early."""
     recorded = read_run_json(folder.path)
+    planned = recorded["train_config"]["steps"] if steps else None
     recorded["train_config"] |= {"steps": steps} if steps else {}
-    write_json(folder.run_json, {**recorded, "export": export, "finished": timestamp()})
+    write_json(folder.run_json, {**recorded, "planned_steps": planned, "export": export, "finished": timestamp()})
 
 
 def describe_run(preflight: Preflight, run_config: RunConfig, machine: Hardware) -> dict[str, Any]:

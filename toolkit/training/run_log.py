@@ -8,6 +8,7 @@ import operator
 import os
 import time
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from toolkit.core.atomic_io import append_line, cut_events, last_step
@@ -19,7 +20,12 @@ OURS = ("bytes", "attempt", "samples", "skipped")
 
 _STARTED = time.perf_counter()
 _times: dict[str, float] = {}
-"""When `log` was called and a step was counted last; steps that were counted."""
+"""When the first step began (`begin`), when `log` was called and a step was counted last; steps before and with those counted."""
+
+
+def begin() -> None:
+    """Note that an optimizer is prepared: from here on the time is that of steps."""
+    _times.setdefault("begun", time.perf_counter())
 
 
 def log(step: int, *, steps: int | None = None, **values: float) -> None:
@@ -50,7 +56,9 @@ def log(step: int, *, steps: int | None = None, **values: float) -> None:
     now = time.perf_counter()
     if "log" not in _times:
         cut_events(events, step - 1)
-    seconds, _times["log"] = now - _times.get("log", _STARTED), now
+        since = "previous" if step <= _times.get("steps", 0) else "counted"
+        _times["log"] = _times.get(since, _times.get("begun", _STARTED))
+    seconds, _times["log"] = now - _times["log"], now
     append_line(events, {"step": step, "seconds": seconds} | ({} if steps is None else {"steps": steps}) | figures)
 
 
@@ -62,8 +70,22 @@ def count_step() -> None:
     if "steps" not in _times:  # an earlier attempt's lines stay: which step the loop went on from, it alone knows
         _times["steps"] = last_step(events) if events.exists() else 0
     _times["steps"] += 1
-    seconds, _times["counted"] = now - _times.get("counted", _STARTED), now
-    append_line(events, {"step": int(_times["steps"]), "seconds": seconds, "loss": None})
+    _times["previous"], _times["counted"] = _times.get("counted", _times.get("begun", _STARTED)), now
+    append_line(events, {"step": int(_times["steps"]), "seconds": now - _times["previous"], "loss": None})
+
+
+def count_steps(optimizer: Any) -> None:
+    """Count the steps of an optimizer that an `accelerate.Accelerator` has prepared."""
+    upstream = optimizer.step
+
+    def step(optimizer: Any, *args: Any, **options: Any) -> Any:
+        result = upstream(*args, **options)
+        if optimizer.gradient_state.sync_gradients:
+            count_step()
+        return result
+
+    optimizer.step = MethodType(step, optimizer)  # a bound method: torch's schedulers read its `__func__`
+    begin()
 
 
 def _events() -> Path | None:
