@@ -128,14 +128,31 @@ def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
     assert "raise ValueError" in run.logs(1), "what it printed stays"
 
 
+PLAIN = """
+import os, sys
+print('words', sys.argv[1:], os.environ['RANK'] if 'RANK' in os.environ else 0)
+import torch
+from accelerate import Accelerator
+accelerator, model = Accelerator(gradient_accumulation_steps=2), torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+for _ in range(6):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+"""
+
+
 def test_a_script_is_a_run(tmp_path: Path) -> None:
+    """The steps of its plain Accelerator are counted."""
     script = tmp_path / "mine.py"
-    script.write_text(
-        "import os, sys\nprint('words', sys.argv[1:], os.environ['RANK'] if 'RANK' in os.environ else 0)\n"
-    )
+    script.write_text(PLAIN)
     run = tk.launch(str(script), "none", run_dir=tmp_path / "run", args=("--epochs", 1)).wait()
     assert "words ['--epochs', '1']" in run.logs(0)
     assert run.memory is None
+    assert run.progress.step == 3
     assert os.path.exists(tmp_path / "run/run.json")
 
 

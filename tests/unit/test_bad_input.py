@@ -26,6 +26,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError
+from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
@@ -252,6 +253,21 @@ def test_a_finished_run_refuses_what_would_change_nothing_of_it(
     assert cli.main(["resume", str(run.path), *words.split()]) == 2
     changes = "--model b (it was embedded) and --lr 0.5 (it was 0.001) and --sharding fsdp (it was zero3)"
     assert f" {changes} and --processes 4 (it was 2) would change nothing of it" in capsys.readouterr().err
+
+
+def test_signals_that_come_together_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` signals a process and its group."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.number, stop.again) == (signal.SIGTERM, False)
+        now += 1
+        signal.raise_signal(signal.SIGTERM)
+        assert not stop.again
+        signal.raise_signal(signal.SIGINT)
+        assert stop.again
 
 
 def test_fields_without_effect_are_refused() -> None:

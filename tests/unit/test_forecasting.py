@@ -727,7 +727,7 @@ def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     }
     assert result.best is result.ranked[0]
     assert result.command("M").startswith(
-        "accelerate launch --config_file accelerate.yaml -m toolkit.finetune --model M"
+        "accelerate launch --config_file accelerate.yaml -m toolkit.finetune --model M --data YOUR_DATA"
     )
     assert result.config()["num_processes"] == 8
 
