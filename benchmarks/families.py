@@ -15,7 +15,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ToolkitError
 from toolkit.devices.machine import hardware
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.models import ModelSpec
 
 VOCABULARY = 8192

@@ -88,7 +88,6 @@ def worker(config: dict[str, Any]) -> None:
     from toolkit import measurement
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
-    from toolkit.engines.base import engine_of
     from toolkit.forecasting import forecast
     from toolkit.models import describe
     from toolkit.training import loading
@@ -113,7 +112,7 @@ def worker(config: dict[str, Any]) -> None:
     own = resident.stop()  # the window's own records come after it
     window.close()
     measured = window.result()
-    state = engine_of(strategy).measure_state(prepared(accelerator, objects))
+    state = accelerator.job.engine.measure_state(prepared(accelerator, objects))
     found = {
         "phases": measured.phases,
         "resident": own,

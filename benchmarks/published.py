@@ -25,7 +25,7 @@ import toolkit as tk
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes
 from toolkit.engines import adapters
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting import forecast_job
 from toolkit.forecasting.result import Forecast
 

@@ -49,9 +49,7 @@ class Rank:
 
     def policy(self, writer: CheckpointWriter | None) -> CheckpointPolicy:
         """Return what decides after each step whether a checkpoint is due."""
-        from toolkit.training.checkpoint_policy import CheckpointPolicy
-
-        return CheckpointPolicy(self.run, writer)
+        return self.run.policy_of(writer)
 
     def writer(self) -> CheckpointWriter:
         """Return what writes the checkpoints."""

@@ -406,7 +406,6 @@ def look(folder, out):
     from safetensors.torch import load_file
 
     import toolkit as tk
-    from toolkit.engines.base import engine_of
     from toolkit.engines.shards import overlaps, parts, whole_box
     from toolkit.training.given_weights import GivenWeights
     from toolkit.training.loop import make_optimizer, make_schedule
@@ -430,7 +429,7 @@ def look(folder, out):
 
     def rounded():
         """The largest distance of a master of this rank from the checkpoint, relative to the weight."""
-        shards = list(engine_of(ours.job.strategy).shards(ours))
+        shards = list(ours.job.engine.shards(ours))
         kept = "master" if any(shard.kind == "master" for shard in shards) else "parameter"
         worst = 0.0
         for shard in shards:

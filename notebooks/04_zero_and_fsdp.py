@@ -414,8 +414,7 @@ show(chart, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
 
 # %%
 from toolkit.config.strategy import SHARDINGS as TABLE
-from toolkit.engines.base import engine_of
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import accelerate_config, resolve
 
 rows = [(row.word, row.engine, ", ".join(row.aliases) or "–", row.shards) for row in TABLE.values()]
 assert tk.Strategy(sharding="FULL_SHARD").sharding == "fsdp"
@@ -431,7 +430,7 @@ table("", ("word", "engine", "FSDP1 calls it", "sharded"), rows)
 def written(word, offload="none"):
     """What the strategy becomes: the engine's part of the Accelerate config, and its settings for this model."""
     strategy = tk.Strategy(sharding=word, offload=offload)
-    file = engine_of(strategy).to_yaml(strategy, RANKS, 1)
+    file = accelerate_config(strategy, RANKS)
     on = tk.hardware("2x A100-80GB")
     job = resolve(strategy, tk.TrainConfig(), tk.describe("embedded"), RANKS, on.device)
     return {

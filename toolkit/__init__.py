@@ -14,7 +14,7 @@ from toolkit.core.errors import StrategyError, StrategyMismatch, ToolkitError
 from toolkit.data_preview import preview
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import diagnose, environment
-from toolkit.engines.plugins import import_plugins
+from toolkit.engines.registry import import_plugins
 from toolkit.exporters import export, generate, save, verify
 from toolkit.forecasting import forecast, plan
 from toolkit.forecasting.diffs import diff_forecasts

@@ -19,7 +19,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware
-from toolkit.engines.base import engine_of
+from toolkit.engines.resolution import accelerate_config
 from toolkit.launcher import supervise
 from toolkit.reports import reported, throughput
 from toolkit.run_folder.folder import check_place, enter, new_path
@@ -168,7 +168,7 @@ def _run(
     run_config = dataclasses.replace(run_config, save_every=0, save_seconds=0.0)  # only the training is compared
     with enter(path, token=new_token()) as folder, reported(path):
         arguments = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
-        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        config = accelerate_config(strategy, ranks)
         supervise(folder, "toolkit.finetune", arguments, config, environ=environ, timeout=run_config.timeout)
     return read_run(path)
 

@@ -76,7 +76,7 @@ def own_group(sharding: str, count: int) -> None:
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.devices.machine import hardware
-    from toolkit.engines.job import resolve
+    from toolkit.engines.resolution import resolve
     from toolkit.training import setup
 
     ranks.reset()
@@ -731,12 +731,11 @@ def keep(accelerator: Any, model: Any, optimizer: Any, place: Path) -> None:
     import torch
     from accelerate.utils import gather_object
 
-    from toolkit.engines.base import engine_of
     from toolkit.engines.shards import copy, parts, whole_box
     from toolkit.training.preparation import prepared
 
     ours = prepared(accelerator, (model, optimizer))
-    shards = [shard for shard in engine_of(ours.job.strategy).shards(ours) if shard.kind == "parameter"]
+    shards = [shard for shard in ours.job.engine.shards(ours) if shard.kind == "parameter"]
     held = gather_object([(s.name, s.shape, [(box, view.clone()) for box, view in parts(s)]) for s in shards])
     if accelerator.is_main_process:
         whole = {name: torch.full(shape, float("nan")) for name, shape, _ in held}

@@ -18,7 +18,6 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import ToolkitError
-    from toolkit.engines.base import engine_of
     from toolkit.models import describe
     from toolkit.training.loading import load
     from toolkit.training.preparation import prepare, prepared
@@ -42,7 +41,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     bytes_read = accelerator.gather(torch.tensor([held_bytes(model)], device=accelerator.device)).tolist()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     ours = prepared(accelerator, prepare(accelerator, model, optimizer))
-    engine = engine_of(job.strategy)
+    engine = job.engine
     exact = same_as(folder, engine.shards(ours), spec) if job.strategy.adapter == "none" else None
     # The same eight rows, however many ranks share them.
     batch = torch.randint(3, spec.vocab - 6, (8, 16), generator=torch.Generator().manual_seed(7))[rank::count]

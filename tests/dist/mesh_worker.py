@@ -35,7 +35,6 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
-    from toolkit.engines.base import engine_of
     from toolkit.exporters import save, verify
     from toolkit.models import describe
     from toolkit.training.loop import train
@@ -49,7 +48,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
     ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, **cell["strategy"])
-    exact = matrix_worker.same_as(cell["folder"], engine_of(strategy).shards(ours), spec)
+    exact = matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
     start, saver = ranks.restored(cell, ours, schedule)
     dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
     for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size), schedule, start=start):

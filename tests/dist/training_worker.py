@@ -33,9 +33,8 @@ def micro_batches(train_config: Any, count: int, *, poison: int = 0) -> Iterator
 
 def weights(prepared: Any) -> list[Any]:
     """Copies of all that this rank holds."""
-    from toolkit.engines.base import engine_of
 
-    return [shard.tensor.clone() for shard in engine_of(prepared.job.strategy).shards(prepared)]
+    return [shard.tensor.clone() for shard in prepared.job.engine.shards(prepared)]
 
 
 def count_reductions(model: Any) -> list[int]:

@@ -15,8 +15,8 @@ from toolkit.core.units import BYTES_OF
 from toolkit.engines.ddp import DDP
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
-from toolkit.engines.plugins import register
 from toolkit.engines.records import Prepared, StateMemory, StepResult, Transfer
+from toolkit.engines.registry import register
 from toolkit.engines.shards import PARAMETER, Shard, whole_box
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import State, buffer_shards, optimizer_bytes, optimizer_shards, parameters_of

@@ -21,8 +21,8 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core import atomic_io
 from toolkit.core.units import GiB, MiB, timestamp
 from toolkit.devices.machine import hardware
-from toolkit.engines.job import resolve
 from toolkit.engines.records import StateMemory
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Forecast
 from toolkit.measurement import Measured, collect
 from toolkit.models import describe

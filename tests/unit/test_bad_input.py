@@ -30,7 +30,7 @@ from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
-from toolkit.engines.plugins import PLUGINS, import_plugins
+from toolkit.engines.registry import PLUGINS, import_plugins
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.preflight import run_preflight
 from toolkit.training.resumption import check_not_repeated

@@ -18,7 +18,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.cache import _version, cache_file, cache_folder, keep, recall, source_digest, state_folder
 from toolkit.core.errors import ToolkitError
 from toolkit.devices.machine import hardware
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting.memory import trace_configs
 from toolkit.forecasting.traces import _cache_path, _read_file
 from toolkit.models import describe

@@ -31,7 +31,6 @@ from toolkit.checkpoints import (
 from toolkit.checkpoints.rank_files import BackgroundWriter, await_ranks, sign_of_life
 from toolkit.checkpoints.stored_tensors import opened
 from toolkit.core.errors import CheckpointError, StrategyError
-from toolkit.engines.base import engine_of
 
 
 def saver(run: dict[str, Any], folder: Path, **options: Any) -> CheckpointWriter:
@@ -40,7 +39,7 @@ def saver(run: dict[str, Any], folder: Path, **options: Any) -> CheckpointWriter
 
 def train(run: dict[str, Any]) -> None:
     tokens = torch.arange(16)[None]
-    engine = engine_of(run["ours"].job.strategy)
+    engine = run["ours"].job.engine
     engine.backward(run["ours"], run["ours"].model(input_ids=tokens, labels=tokens).loss, True)
     engine.step(run["ours"])
     run["schedule"].step()

@@ -19,7 +19,7 @@ from toolkit.config.flags import from_dict, given
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
 from toolkit.engines.deepspeed.user_config import _KNOWN, CHOICES, FIXED, IGNORED, NUMBERS, read_config
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.training.setup import agree, agree_train_config
 
 FILES = Path(__file__).parent / "deepspeed_files"

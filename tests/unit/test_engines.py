@@ -22,12 +22,13 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
 from toolkit.engines.adapters import adapt
-from toolkit.engines.base import engine_of
 from toolkit.engines.deepspeed.simulation import _Buckets
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
 from toolkit.engines.fsdp.simulation import _groups
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
+from toolkit.engines.registry import engine_for
+from toolkit.engines.resolution import accelerate_config, resolve
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
@@ -88,7 +89,7 @@ def test_accounts_are_the_textbook_bytes(
     spec: ModelSpec, sharding: str, ranks: int, precision: str, parameters: float, master: float, optimizer: float
 ) -> None:
     request = job(sharding, spec, ranks, precision=precision)
-    state = engine_of(request.strategy).expected_state(request)
+    state = request.engine.expected_state(request)
     elements = 4 * MiB
     assert state.parameters == parameters * elements
     assert state.master == master * elements
@@ -97,7 +98,7 @@ def test_accounts_are_the_textbook_bytes(
 
 def test_qlora_freezes_half_a_byte_a_weight_and_trains_the_adapter(spec: ModelSpec) -> None:
     request = job("ddp", spec, adapter="qlora", precision="bf16")
-    state = engine_of(request.strategy).expected_state(request)
+    state = request.engine.expected_state(request)
     assert state.frozen == 4 * MiB // 2
     assert state.trainable == 4 * 16 * (1024 + 1024) * 4
     assert state.optimizer == 2 * state.trainable
@@ -161,7 +162,7 @@ def test_a_sequence_over_the_models_limit_is_refused(spec: ModelSpec) -> None:
 def test_the_config_files_are_what_their_strategies_generate() -> None:
     expected = {}
     for name, strategy in catalog().items():
-        expected[f"{name}.yaml"] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
+        expected[f"{name}.yaml"] = accelerate_config(strategy, strategy.least_ranks)
     result = {path.name: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
     assert result == expected, "run `toolkit config --all accelerate_configs`"
 
@@ -178,7 +179,7 @@ def test_accelerate_launch_sets_in_a_worker_what_the_strategy_says(
     monkeypatch.setattr(launch, "multi_gpu_launcher", lambda a: environ.update(launch.prepare_multi_gpu_env(a)))
     monkeypatch.setattr(launch, "deepspeed_launcher", lambda a: environ.update(launch.prepare_deepspeed_cmd_env(a)[1]))
     strategy = dataclasses.replace(catalog()[name], precision=precision)
-    engine = engine_of(strategy)
+    engine = engine_for(strategy.sharding, strategy.tp)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(engine.to_yaml(strategy, int(environ["WORLD_SIZE"]), 1)))
     launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
@@ -413,7 +414,7 @@ def test_loss_scale_and_buckets_reach_every_engine(sharding: str) -> None:
         assert job.settings["zero_optimization"]["reduce_bucket_size"] == 1_000_000
         return
     options = {}
-    for handler in engine_of(strategy).accelerator_kwargs(job)["kwargs_handlers"]:
+    for handler in job.engine.accelerator_kwargs(job)["kwargs_handlers"]:
         options |= handler.to_kwargs()
     assert options.items() >= {"init_scale": 1024.0, "growth_interval": 50}.items()
     assert options.get("bucket_cap_mb") == (None if sharding == "fsdp" else 4e6 / 2**20)
@@ -456,9 +457,9 @@ def test_fsdp_expects_the_moments_of_a_ranks_own_rows() -> None:
     for rank in range(4):
         pieces = [torch.empty(parameter.shape).chunk(4) for parameter in spec.parameters]
         elements = sum(piece[rank].numel() for piece in pieces if rank < len(piece))
-        expected = engine_of(job.strategy).expected_state(job, rank)
+        expected = job.engine.expected_state(job, rank)
         assert expected.optimizer == 8 * elements
-        assert expected.trainable == engine_of(job.strategy).expected_state(job, 0).trainable
+        assert expected.trainable == job.engine.expected_state(job, 0).trainable
 
 
 def test_fsdp_keeps_the_gradient_of_tied_weights_until_all_is_reduced() -> None:

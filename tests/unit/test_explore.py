@@ -21,8 +21,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.core.cache import cache_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
-from toolkit.engines.base import engine_of
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Forecast, traces
 from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
@@ -53,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
     phases = {phase: round(size * 1.25) for phase, size in result.phases.items()}
     top = {"peak_bytes": max(phases.values()), "peak_phase": result.peak_phase, "phases": phases}
     measured = {**top, "per_rank": [{"device": "cpu", **top}]}
-    dtypes = {**engine_of(result.strategy).expected_state(result.job).dtypes, "gradients": "bfloat16"}
+    dtypes = {**result.job.engine.expected_state(result.job).dtypes, "gradients": "bfloat16"}
     words = {"strategy": dataclasses.asdict(result.strategy), "train_config": dataclasses.asdict(result.train_config)}
     memory = {"measured": measured, "reason": None, "forecast": result.to_dict()}
     memory["audits"] = [{"measured": {"dtypes": dtypes}}]
@@ -168,7 +167,7 @@ def test_the_ledger_is_the_engines_own(spec: ModelSpec) -> None:
     result = {one.label: one for one in dtype_report(spec, strategies, "8x H100").columns}
     for label, one in result.items():
         job = resolve(one.strategy, LOOP, spec, 8, tk.hardware("8x H100").device)
-        kept = engine_of(one.strategy).expected_state(job).dtypes
+        kept = job.engine.expected_state(job).dtypes
         assert one.dtypes["preparation", "weights"] == one.dtypes["loading", "weights"] == kept["trainable"]
         assert one.dtypes["checkpoint", "weights"] == "float32", label
         assert one.dtypes["reduction", "gradients, between ranks"] == kept["reduce"] == "float32"

@@ -26,9 +26,8 @@ from toolkit.core.errors import ModelError
 from toolkit.core.units import GiB
 from toolkit.data.rows import column_names
 from toolkit.engines.adapters import check_quantized
-from toolkit.engines.base import engine_of
-from toolkit.engines.job import resolve
 from toolkit.engines.ledger import LedgerHistory
+from toolkit.engines.resolution import resolve
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Adapter, Segment, TraceConfig
 from toolkit.forecasting import fake_kernels, memory, traced_model, traces, tracing
@@ -337,7 +336,7 @@ def test_the_zero_papers_figure() -> None:
         job = resolve(
             Strategy(sharding=word, precision="bf16"), TrainConfig(), spec, 64, hardware("8 nodes x 8x H100").device
         )
-        state = engine_of(job.strategy).expected_state(job)
+        state = job.engine.expected_state(job)
         # The paper's baseline keeps bf16 weights and gradients with fp32 states; autocast keeps fp32 weights alone.
         share = 1 if word in ("ddp", "zero1") else 64
         states = state.parameters + state.master + (state.optimizer or 0)

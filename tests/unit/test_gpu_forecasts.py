@@ -15,8 +15,9 @@ from toolkit import Strategy, TrainConfig, describe, hardware
 from toolkit.core.units import GiB, KiB, MiB
 from toolkit.devices.gpu_catalog import CARDS, card_of
 from toolkit.engines import simulation
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting import forecast_job
 from toolkit.forecasting.memory import SHARE, replay, traced, whole_step
 from toolkit.forecasting.timing import operations, step_time

@@ -30,7 +30,8 @@ from toolkit.devices.machine import hardware
 from toolkit.engines import fsdp
 from toolkit.engines.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
 from toolkit.engines.fused_experts import packed_experts, unpack_experts
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job
+from toolkit.engines.resolution import resolve
 from toolkit.models import describe, embedded_config, hf_loading
 from toolkit.models.hf_loading import disk_layouts, load_tokenizer
 from toolkit.models.resolution import embedded_checkpoint

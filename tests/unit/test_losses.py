@@ -19,8 +19,8 @@ from transformers import (
 
 import toolkit as tk
 from toolkit.core.errors import StrategyError
-from toolkit.engines.job import resolve
 from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels
+from toolkit.engines.resolution import resolve
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 

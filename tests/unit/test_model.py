@@ -17,7 +17,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.engines.states import adapted
 from toolkit.models import ROLES, ModelSpec, describe, embedded_config, local_weights, require_weights
 

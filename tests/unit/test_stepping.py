@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from toolkit.core.errors import DataError, NotFinite
-from toolkit.engines.base import engine_of
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
@@ -68,7 +67,7 @@ def test_a_micro_batch_in_which_nothing_is_trained_changes_nothing(run: dict[str
 
 def states(run: dict[str, Any]) -> list[Any]:
     """Copies of weights and moments, the optimizer's steps, the schedule's state, and the rate."""
-    ours, engine = run["ours"], engine_of(run["ours"].job.strategy)
+    ours, engine = run["ours"], run["ours"].job.engine
     tensors = [shard.tensor.clone() for shard in engine.shards(ours, create=True)]
     return [tensors, engine.counters(ours), run["schedule"].state_dict(), ours.optimizer.param_groups[0]["lr"]]
 
@@ -79,7 +78,7 @@ def restore(run: dict[str, Any]) -> Iterator[Callable[[], None]]:
     ours, (tensors, counters, schedule, rate) = run["ours"], states(run)
 
     def restore() -> None:
-        for shard, value in zip(engine_of(ours.job.strategy).shards(ours), tensors, strict=True):
+        for shard, value in zip(ours.job.engine.shards(ours), tensors, strict=True):
             shard.tensor.copy_(value)
         set_steps(ours.optimizer, counters.steps)
         run["schedule"].load_state_dict(schedule)
@@ -176,7 +175,7 @@ def test_a_step_waits_for_no_value_on_the_device(run: dict[str, Any], words: dic
     )
     with masks_known_from(one), Watch():
         loss_sum(ours.model, to_device(one, torch.device("cpu")), "causal").backward()
-        engine_of(ours.job.strategy).step(ours, found_inf)
+        ours.job.engine.step(ours, found_inf)
     handle.remove()
     assert len([name for name in waits if "_local_scalar_dense" in name or "nonzero" in name]) == (
         "attention_mask" in words

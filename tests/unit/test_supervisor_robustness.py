@@ -90,7 +90,7 @@ def test_any_content_of_the_files_gives_a_sentence(tmp_path: Path, seed: int) ->
         watch.look()
     for ask in (watch.lost, watch.listens, watch.busy):
         assert ask() in (True, False)
-    assert isinstance(failure(run, 1, watch, memory_kills=draw.randrange(2)), ToolkitError)
+    assert isinstance(failure(run, 1, **watch.seen(), memory_kills=draw.randrange(2)), ToolkitError)
     assert str(Stopped.of(15, run)).startswith("stopped by SIGTERM")
     assert "killed by the system" in killed_for_memory(run, 0, None)
 

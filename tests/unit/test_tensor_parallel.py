@@ -14,9 +14,10 @@ from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
-from toolkit.engines.base import engine_named, engine_of
-from toolkit.engines.job import Job, default_ranks, resolve
+from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import local_job, local_shape
+from toolkit.engines.registry import engine_for
+from toolkit.engines.resolution import accelerate_config, default_ranks, resolve
 from toolkit.models import ModelSpec
 from toolkit.training.setup import agree
 
@@ -131,12 +132,12 @@ def test_ranks_of_a_group_hold_the_whole_model_once(spec: ModelSpec) -> None:
         assert elements == whole[parameter.name] * (2 if "norm" in parameter.name else 1), parameter.name
     job = job_of(spec)
     assert local_job(job).parallelism.ranks == 2
-    assert list(engine_of(job.strategy).simulated_ranks(job)) == [0, 1]
+    assert list(job.engine.simulated_ranks(job)) == [0, 1]
 
 
 def test_transfers_follow_the_plan(spec: ModelSpec) -> None:
     job = job_of(spec, precision="bf16", activation_checkpointing="none")
-    sent = [one for one in engine_of(job.strategy).communication(job) if one.link == "tp"]
+    sent = [one for one in job.engine.communication(job) if one.link == "tp"]
     tokens = job.train_config.micro_batch * job.train_config.seq_len
     # An all-reduce of two ranks sends a tensor once: the embedding, and two a layer.
     assert sent[0].size == tokens * (1 + 2 * 2) * 64 * 2
@@ -152,17 +153,17 @@ def test_a_worker_finds_what_was_launched() -> None:
     fsdp = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     asked = {"tp": 2, "sharding": "hsdp", "dp_replicate": 2}
     assert agree(asked, fsdp) == Strategy(**asked, precision="bf16")
-    written = engine_of(Strategy(**asked)).to_yaml(Strategy(**asked), 8, 1)
+    written = accelerate_config(Strategy(**asked), 8)
     assert written["distributed_type"] == "FSDP"
     assert "parallelism_config" not in written
-    assert engine_of(Strategy(tp=2)).to_yaml(Strategy(tp=2), 2, 1)["distributed_type"] == "MULTI_GPU"
+    assert accelerate_config(Strategy(tp=2), 2)["distributed_type"] == "MULTI_GPU"
 
 
 def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:
     assert default_ranks(Strategy(tp=2), hardware(MACHINE)) == 2
     assert default_ranks(Strategy(tp=2, sharding="fsdp"), hardware(MACHINE)) == 8
-    assert engine_of(Strategy()) is engine_named("ddp")
-    assert engine_of(Strategy(tp=2)) is engine_of(Strategy(tp=4))
+    assert engine_for("none") is engine_for("ddp")
+    assert engine_for("none", 2) is engine_for("none", 4)
 
 
 def test_a_warm_forecast_imports_no_torch(folder: Path) -> None:

@@ -18,8 +18,8 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.data import supports_packing
 from toolkit.devices.machine import hardware
-from toolkit.engines.job import resolve
 from toolkit.engines.optimizer_step import to_device
+from toolkit.engines.resolution import resolve
 from toolkit.models import describe, varlen
 from toolkit.models.varlen import document_bounds, register_varlen, separates_documents, small_config, varlen_attention
 

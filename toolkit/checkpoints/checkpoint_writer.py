@@ -35,7 +35,6 @@ from toolkit.core.atomic_io import sync_folder, write_whole
 from toolkit.core.errors import CheckpointError, StrategyError
 from toolkit.core.redaction import redact_all
 from toolkit.core.units import round_up, timestamp
-from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import SNAPSHOT_CHUNK
 from toolkit.engines.timeouts import on_main
@@ -226,7 +225,7 @@ class CheckpointWriter:
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         """Return the manifest's fields at the time of the snapshot."""
         job = self.prepared.job
-        counters = engine_of(job.strategy).counters(self.prepared)
+        counters = job.engine.counters(self.prepared)
         return {
             "format": FORMAT,
             "step": step,

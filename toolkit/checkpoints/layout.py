@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.tables import Optimizer
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div, dtype_name
-from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Box, Shard, box_elements, box_shape
 from toolkit.engines.states import persistent_buffers
@@ -155,13 +154,11 @@ def checkpoint_shards(prepared: Prepared, *, create: bool = False) -> Iterator[S
     module = prepared.accelerator.unwrap_model(prepared.model)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     shards = [
-        shard
-        for shard in engine_of(prepared.job.strategy).shards(prepared, create)
-        if shard.kind == BUFFER or shard.name in trained
+        shard for shard in prepared.job.engine.shards(prepared, create) if shard.kind == BUFFER or shard.name in trained
     ]
     job = prepared.job
     # From the account, so that a rank with padding alone decides as the others do.
-    kinds = engine_of(job.strategy).expected_state(job).dtypes if job.spec else {shard.kind for shard in shards}
+    kinds = job.engine.expected_state(job).dtypes if job.spec else {shard.kind for shard in shards}
     apart = MASTER in kinds
     for shard in shards:
         if not (apart and shard.kind == PARAMETER):

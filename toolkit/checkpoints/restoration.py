@@ -14,7 +14,6 @@ from toolkit.checkpoints.randomness import write_generators
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.errors import CheckpointError
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared
 from toolkit.engines.shards import BUFFER, Shard, copy, parts
@@ -151,7 +150,7 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
         for shard in shards:
             _check_shape(stored, shard)
             stored.read(shard.name, shard.kind, parts(shard))
-        engine_of(prepared.job.strategy).after_restore(prepared, Counters(**manifest.counters))
+        prepared.job.engine.after_restore(prepared, Counters(**manifest.counters))
         # After the engine's `after_restore`, which may run the model and change buffers.
         for shard in buffer_shards(module):
             _check_shape(stored, shard)

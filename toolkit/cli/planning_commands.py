@@ -147,13 +147,12 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
     from toolkit.devices.machine import hardware
-    from toolkit.engines.base import engine_of
-    from toolkit.engines.job import default_ranks
+    from toolkit.engines.resolution import accelerate_config, default_ranks
 
     if flags.all:
         contents = {}
         for name, strategy in catalog().items():
-            contents[name] = engine_of(strategy).to_yaml(strategy, strategy.least_ranks, 1)
+            contents[name] = accelerate_config(strategy, strategy.least_ranks)
             write_config(Path(flags.all, f"{name}.yaml"), contents[name], "--all")
         return contents
     strategy = read(Strategy, flags)
@@ -164,7 +163,7 @@ def config(flags: argparse.Namespace) -> dict[str, Any]:
     if ranks is None:
         ranks = default_ranks(strategy, hardware()) * nodes
     _check_file(strategy, ranks, nodes)
-    content = engine_of(strategy).to_yaml(strategy, ranks, nodes) | _rendezvous(flags)
+    content = accelerate_config(strategy, ranks, nodes) | _rendezvous(flags)
     if flags.output:
         write_config(Path(flags.output), content, "--output")
     elif flags.json != "-":
@@ -193,7 +192,7 @@ def _rendezvous(flags: argparse.Namespace) -> dict[str, Any]:
 def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
     """Refuse a request that no machine can run; the file may be for another machine than this one."""
     from toolkit.devices.machine import hardware
-    from toolkit.engines.job import resolve
+    from toolkit.engines.resolution import resolve
 
     if ranks < 1:
         raise ToolkitError(f"processes {ranks}: expected at least 1.")

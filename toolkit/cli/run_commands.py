@@ -26,7 +26,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model in new processes."""
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
-    from toolkit.engines.base import engine_of
+    from toolkit.engines.resolution import accelerate_config
     from toolkit.launcher import RestartPolicy, supervise_with_restarts
     from toolkit.reports import reported
     from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
@@ -51,7 +51,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         words = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]
-        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        config = accelerate_config(strategy, ranks)
         options: dict[str, Any] = {"environ": environ, "timeout": run_config.timeout, "restart_policy": restart_policy}
         supervise_with_restarts(folder, "toolkit.finetune", words, [*words, "--resume"], config, **options)
     return _result(path)
@@ -106,7 +106,7 @@ def resume(flags: argparse.Namespace) -> dict[str, Any]:
 def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.config.run_config import RunConfig
     from toolkit.devices.machine import hardware
-    from toolkit.engines.base import engine_of
+    from toolkit.engines.resolution import accelerate_config
     from toolkit.launcher import RestartPolicy, supervise_with_restarts
     from toolkit.launcher.targets import target_of
     from toolkit.reports import reported
@@ -138,7 +138,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
         words = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
-        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        config = accelerate_config(strategy, ranks)
         options: dict[str, Any] = {"environ": environ, "timeout": run_config.timeout, "restart_policy": restart_policy}
         supervise_with_restarts(folder, "toolkit.finetune", words, words, config, **options)
     return _result(path)

@@ -13,8 +13,8 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware, hardware
-from toolkit.engines.base import engine_of
-from toolkit.engines.job import resolve
+from toolkit.engines.registry import engine_for
+from toolkit.engines.resolution import resolve
 from toolkit.training.preflight import versions
 
 
@@ -197,7 +197,7 @@ class _Support:
     def _obstacle(self, strategy: Strategy) -> str:
         """Return why this machine cannot run a strategy on the fewest ranks that shard; empty if it can."""
         several = () if strategy.single_process else ("processes",)
-        if reason := self._failure(*several, *engine_of(strategy).checks(strategy, self.device)):
+        if reason := self._failure(*several, *engine_for(strategy.sharding, strategy.tp).checks(strategy, self.device)):
             return reason
         ranks = strategy.least_ranks
         try:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.core.units import format_count
-from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.fused_experts import packed_experts
 from toolkit.engines.job import Job
 from toolkit.engines.states import adapted, packed_names
@@ -66,7 +65,7 @@ def require_libraries(job: Job) -> None:
     Raises:
         MissingLibrary: with the command that installs it.
     """
-    for library, fix in engine_of(job.strategy).requirements(job).items():
+    for library, fix in job.engine.requirements(job).items():
         if importlib.util.find_spec(library) is None:
             raise MissingLibrary(f"sharding {job.strategy.sharding!r} needs {library}, which is not installed. {fix}")
     require_adapter(job.strategy)
@@ -216,7 +215,7 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
     with _seeded_by_name(model, job.train_config.seed):
         options: dict[str, Any] = {"alpha": strategy.lora_alpha, "dropout": strategy.lora_dropout}
         peft_model = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets, **options)
-    compute, storage = getattr(torch, job.compute_dtype), getattr(torch, kept_dtype(job))
+    compute, storage = getattr(torch, job.compute_dtype), getattr(torch, job.kept_dtype)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(compute).to(storage)
@@ -313,7 +312,7 @@ def _check_adapted(model: nn.Module, targets: list[str]) -> None:
 
 def read_dtype(job: Job) -> str:
     """Return torch's name of the dtype for loading: the engine's own; for frozen weights the compute dtype."""
-    return kept_dtype(job) if job.strategy.adapter == "none" else job.compute_dtype
+    return job.kept_dtype if job.strategy.adapter == "none" else job.compute_dtype
 
 
 def set_compute_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:

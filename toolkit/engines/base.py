@@ -5,13 +5,12 @@ A subclass is one file or folder of this package, or comes from elsewhere and ca
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.strategy import SHARDINGS, Strategy
+from toolkit.config.strategy import Strategy
 from toolkit.core.phases import phase
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import Device
@@ -300,51 +299,10 @@ class Engine(OptimizerStep):
         return distributed_shards(prepared.job, model, prepared.optimizer, create)
 
 
-ENGINES: dict[str, Engine] = {}
-"""Engines that were used or registered, by name."""
-
-BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
-"""Module in `toolkit.engines` → its class."""
-
-
-def engine_of(strategy: Strategy) -> Engine:
-    """Return the engine that runs a strategy."""
-    return engine_for(strategy.sharding, strategy.tp)
-
-
-def engine_for(sharding: str, tp: int = 1) -> Engine:
-    """Return the engine of a sharding; with tensor parallelism, the mesh engine around it."""
-    name = SHARDINGS[sharding].engine
-    if tp == 1:
-        return engine_named(name)
-    key = f"mesh {name}"
-    if key not in ENGINES:
-        ENGINES[key] = importlib.import_module("toolkit.engines.mesh").Mesh(engine_named(name))
-    return ENGINES[key]
-
-
-def engine_named(name: str) -> Engine:
-    """Return an engine by its name in the table of shardings."""
-    if name not in ENGINES:
-        module = importlib.import_module(f"toolkit.engines.{name}")
-        ENGINES[name] = getattr(module, BUILT_IN[name])()
-    return ENGINES[name]
-
-
 def read_precision(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the precision that the launch environment sets: "no" leaves it open."""
     word = environ.get("ACCELERATE_MIXED_PRECISION")
     return {"precision": word} if word in LAUNCHER_PRECISIONS else {}
-
-
-def kept_dtype(job: Job) -> str:
-    """Return torch's name of the dtype in which the engine holds trained parameters, besides any masters."""
-    return engine_of(job.strategy).expected_state(job).dtypes["trainable"]
-
-
-def all_engines() -> Iterator[Engine]:
-    """Return every engine of the table once."""
-    return map(engine_named, dict.fromkeys(row.engine for row in SHARDINGS.values()))
 
 
 @contextmanager
@@ -352,7 +310,7 @@ def engine_environment(job: Job) -> Iterator[None]:
     """Set the variables that an engine's libraries read, and restore `os.environ` later: Accelerate writes into it, too."""
     before = dict(os.environ)
     try:
-        for name, value in engine_of(job.strategy).environment(job).items():
+        for name, value in job.engine.environment(job).items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         yield
     finally:

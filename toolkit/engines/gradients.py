@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 
 from toolkit.config.strategy import SHARDINGS
 from toolkit.core.errors import StrategyError
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ _WATCHES: WeakKeyDictionary[Any, GradientWatch] = WeakKeyDictionary()
 
 def watch_gradients(job: Job, model: torch.nn.Module) -> None:
     """Watch a prepared model, unless one process or DDP's own search takes parameters without a gradient as they come."""
-    engine = engine_of(job.strategy)
+    engine = job.engine
     if job.ranks > 1 and not (engine.needs_every_gradient and job.strategy.unused_parameters == "find"):
         _WATCHES[model] = GradientWatch(job, model)
 
@@ -43,7 +42,7 @@ class GradientWatch:
     def __init__(self, job: Job, model: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        self._strategy, self._refuses = job.strategy, engine_of(job.strategy).needs_every_gradient
+        self._strategy, self._refuses = job.strategy, job.engine.needs_every_gradient
         self._names: dict[int, str] = {}
         self._frozen: dict[int, str] = {}
         self._first: set[str] | None = None

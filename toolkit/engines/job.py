@@ -1,21 +1,20 @@
-"""`Job`: a request without open values. Forecasts and workers make it with `resolve()`."""
+"""`Job`: a request without open values. Forecasts and workers make it with `resolution.resolve()`."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.parallelism import Coordinates, Parallelism, resolve_parallelism
-from toolkit.config.strategy import SHARDINGS, Strategy
-from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS, Optimizer, Precision
+from toolkit.config.parallelism import Coordinates, Parallelism
+from toolkit.config.strategy import Strategy
+from toolkit.config.tables import OPTIMIZERS, PRECISIONS, Optimizer, Precision
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import StrategyError
-from toolkit.devices.machine import Device, Hardware
-from toolkit.models import NF4, ModelSpec
-from toolkit.models.varlen import DROPOUTS, separates_documents
+from toolkit.devices.machine import Device
+from toolkit.models import ModelSpec
+
+if TYPE_CHECKING:
+    from toolkit.engines.base import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,8 @@ class Job:
     """None for a model of the caller's own: the engine then chooses the values that depend on a model."""
     parallelism: Parallelism
     device: Device
+    engine: Engine
+    """That runs the strategy."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The engine's resolved configuration, word for word."""
 
@@ -54,6 +55,11 @@ class Job:
         return self.precision.master
 
     @property
+    def kept_dtype(self) -> str:
+        """torch's name of the dtype in which the engine holds trained parameters, besides any masters."""
+        return self.engine.expected_state(self).dtypes["trainable"]
+
+    @property
     def ranks(self) -> int:
         """The world size."""
         return self.parallelism.ranks
@@ -66,177 +72,3 @@ class Job:
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
         return self.parallelism.coordinates(rank)
-
-
-def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None, ranks: int, device: Device) -> Job:
-    """Resolve a request completely: precision, attention, learning rate, the engine's settings.
-
-    Raises:
-        StrategyError: for what this device, model or number of ranks cannot do, before any process starts.
-    """
-    precision = resolve_precision(strategy.precision, device)
-    attention = resolve_attention(strategy.attention, precision, spec, device)
-    if device.kind == "cuda" and PRECISIONS[precision].accelerate == "bf16" and "bf16" not in device.dtypes:
-        raise StrategyError(
-            f"precision {precision!r}: {device.name} does not compute bf16. Choose precision 'fp16', or 'fp32'."
-        )
-    strategy = dataclasses.replace(strategy, precision=precision, attention=attention)
-    if train_config.lr is None:
-        train_config = dataclasses.replace(train_config, lr=default_lr(strategy, spec))
-    check_optimizer(strategy, train_config)
-    check_model(strategy, train_config, spec)
-    job = Job(
-        strategy=strategy,
-        train_config=train_config,
-        spec=spec,
-        parallelism=resolve_parallelism(strategy, ranks),
-        device=device,
-    )
-    from toolkit.engines.base import engine_of  # it imports this module
-
-    job = dataclasses.replace(job, settings=engine_of(strategy).settings(job))
-    check_scaling(job, on_cpu=engine_of(strategy).scales_on_cpu)
-    return job
-
-
-def default_ranks(strategy: Strategy, hardware: Hardware) -> int:
-    """Return the default number of ranks: one a device; on a CPU at least `Strategy.least_ranks`.
-
-    Without data parallelism it follows from the strategy: 1 for `none`, `tp` for `none` with tensor parallelism.
-    """
-    if SHARDINGS[strategy.sharding].data_parallel == "none":
-        return strategy.least_ranks
-    return max(strategy.least_ranks, hardware.ranks) if hardware.device.kind == "cpu" else hardware.ranks
-
-
-def resolve_precision(precision: str, device: Device) -> str:
-    """Resolve `auto`: bf16 where the device has it natively, else fp16 on a GPU, fp32 on a CPU."""
-    if precision != "auto":
-        return precision
-    if device.kind == "cpu":
-        return "fp32"
-    return "bf16" if "bf16" in device.dtypes else "fp16"
-
-
-def check_scaling(job: Job, *, on_cpu: bool) -> None:
-    """Refuse fp16 on a device that does not compute it, and on a CPU unless the engine scales the loss there.
-
-    Raises:
-        StrategyError: with a precision that runs.
-    """
-    computes = "fp16" in job.device.dtypes
-    if job.precision.scaled and not (computes and (on_cpu or job.device.kind != "cpu")):
-        reason = "there is no loss scaling"
-        if on_cpu:
-            reason = "the device does not compute it (a CPU needs avx512_fp16)"
-        other = ", or sharding 'zero2'" if computes else ""
-        raise StrategyError(
-            f"sharding {job.strategy.sharding!r} cannot train in precision {job.strategy.precision!r} on {job.device.name}: "
-            f"{reason}. Choose precision 'bf16'{other}."
-        )
-
-
-def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, device: Device) -> str:
-    """Resolve `auto`: the device's first kernel that takes this dtype and that the model's class supports.
-
-    Raises:
-        StrategyError: for a named kernel that is not there or does not take this dtype, with those that do.
-    """
-
-    def able(kernel: str) -> bool:
-        if precision == "fp32" and ATTENTIONS[kernel].half_only:
-            return False
-        return spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec))
-
-    if attention == "auto":
-        return next((kernel for kernel in device.attentions if ATTENTIONS[kernel].automatic and able(kernel)), "eager")
-    if attention in device.attentions and able(attention):
-        return attention
-    if attention not in device.attentions:
-        why = "is not installed or does not run on this device"
-        fix = f" {ATTENTIONS[attention].install}".rstrip()
-    elif spec is not None and (attention not in spec.attentions or not _takes_rows(attention, attention, spec)):
-        why, fix = f"is not supported by {spec.architecture}", ""
-    else:
-        why, fix = f"computes in half precision only, and precision is {precision!r}", " Or choose precision 'bf16'."
-    raise StrategyError(
-        f"attention {attention!r} {why}.{fix} Works here: {', '.join(filter(able, device.attentions))}."
-    )
-
-
-FLASH_HEAD = 256
-"""The largest attention head of torch's flash kernel; its size is a multiple of 8."""
-
-
-def _takes_rows(kernel: str, attention: str, spec: ModelSpec) -> bool:
-    """Return whether a kernel keeps joined documents apart; else only padded rows are left, and a mask may do better."""
-    if kernel == "varlen":
-        size = spec.config.get("head_dim") or spec.hidden // max(1, spec.heads)
-        if size > FLASH_HEAD or size % 8 or any(spec.config.get(name) for name in DROPOUTS):
-            return False
-    if not ATTENTIONS[kernel].joins_rows or separates_documents(spec, joined=True):
-        return True
-    return kernel != "varlen" and (attention == kernel or not separates_documents(spec, joined=False))
-
-
-def default_lr(strategy: Strategy, spec: ModelSpec | None) -> float:
-    """Return 1e-3 for the embedded model, 2e-4 for an adapter (Dettmers et al. 2023), 2e-5 for all weights."""
-    if spec is not None and spec.name == "embedded":
-        return 1e-3
-    return 2e-4 if strategy.adapter != "none" else 2e-5
-
-
-def check_optimizer(strategy: Strategy, train_config: TrainConfig) -> None:
-    """Refuse an optimizer that the engine does not run.
-
-    Raises:
-        StrategyError: with the shardings that do.
-    """
-    engines = OPTIMIZERS[train_config.optimizer].engines
-    if engines and SHARDINGS[strategy.sharding].engine not in engines:
-        able = [word for word, row in SHARDINGS.items() if row.engine in engines]
-        raise StrategyError(
-            f"optimizer {train_config.optimizer!r} does not run with sharding {strategy.sharding!r}. "
-            f"Choose sharding {', '.join(able)}."
-        )
-
-
-TRAINED_OVER = {NF4: ("qlora",), **dict.fromkeys(("fp8", "mxfp4"), ("none", "lora", "dora"))}
-"""`ModelSpec.quantization` → adapters that train over such files: packed as they are, or dequantized as they are read."""
-
-
-def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | None) -> None:
-    """Refuse values that the model does not support on any engine.
-
-    Raises:
-        StrategyError: for files that are quantized already, a sequence over the model's limit, LoRA targets that the model does
-            not have, and activation checkpointing of a class without it.
-    """
-    if spec is None:
-        return
-    able = TRAINED_OVER.get(method, ()) if (method := spec.quantization) else (strategy.adapter,)
-    if strategy.adapter not in able:
-        choice = f"Choose adapter {' or '.join(map(repr, able))}, or give" if able else "Give"
-        base = re.sub(r"(-unsloth)?-(bnb-4bit|4bit|8bit|fp8|gptq|awq)([-.].*)?$", "", spec.name, flags=re.IGNORECASE)
-        raise StrategyError(
-            f"{spec.name} holds weights that are quantized already ({method}), and adapter {strategy.adapter!r} needs "
-            f"unquantized ones. {choice} its unquantized base{f', {base}' if base != spec.name else ''}."
-        )
-    if spec.max_positions is not None and train_config.seq_len > spec.max_positions:
-        raise StrategyError(
-            f"seq_len {train_config.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
-            f"Choose --seq-len {spec.max_positions} or less."
-        )
-    if strategy.activation_checkpointing == "full" and not spec.checkpointed:
-        raise StrategyError(
-            f"{spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
-        )
-    if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
-        text = spec.trained_linears
-        ends = {name.rpartition(".")[2] for name in text}
-        for word in strategy.lora_targets.split(","):
-            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in text):
-                raise StrategyError(
-                    f"lora_targets {word.strip()!r} names no linear module of {spec.name}. "
-                    f"Known: {', '.join(sorted(ends))}; or 'all-linear'."
-                )

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Protocol
 
 from toolkit.core.units import BYTES_OF, KiB, MiB, ceil_div
-from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.records import StateMemory, Transfer
@@ -61,7 +60,7 @@ class Simulation:
     @cached_property
     def state(self) -> StateMemory:
         """The bytes of states that the rank holds."""
-        return engine_of(self.job.strategy).expected_state(self.job, self.rank)
+        return self.job.engine.expected_state(self.job, self.rank)
 
     def keep(self, part: str, size: int) -> None:
         """Hold bytes of parameters, masters, gradients or moments, on the host where they are offloaded."""
@@ -73,7 +72,7 @@ class Simulation:
         """Hold the loaded parameters on the device from `prepare` on. A GPU's are read into host memory unless packed."""
         ledger, job = self.ledger, self.job
         ledger.enter("load")
-        if engine_of(job.strategy).streams(job):
+        if job.engine.streams(job):
             for state in stream_weights(self, shared=False, cast=job.ranks > 1 or job.device.kind == "cuda"):
                 ledger.hold("parameters", state.bytes)
             ledger.hold("parameters", size - ledger.held["parameters"])
@@ -107,7 +106,7 @@ class Simulation:
         """Enter the moments and one step of an engine with torch's optimizer. The gradients end with it."""
         self.hold_moments()
         self.walk(moves)
-        engine = engine_of(self.job.strategy)
+        engine = self.job.engine
         trained = (state for state in parameters_of(self.job) if state.trainable)
         self.optimizer_step(engine.rank_elements(self.job, state) for state in trained)
         self.ledger.hold("gradients", -self.ledger.held["gradients"])
@@ -214,7 +213,7 @@ def expert_copies(job: Job) -> int:
     if not largest:
         return 0
     adapter = job.strategy.adapter != "none"
-    dtype = job.compute_dtype if adapter else kept_dtype(job)
+    dtype = job.compute_dtype if adapter else job.kept_dtype
     if job.spec.config.get("dtype") in (None, dtype):
         return 0
     added = sum(state.bytes for state in parameters_of(job) if state.trainable) if adapter else 0

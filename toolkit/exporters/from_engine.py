@@ -15,7 +15,6 @@ from toolkit.checkpoints.importers import Weights
 from toolkit.core.errors import RunError, ToolkitError, is_out_of_memory
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
@@ -209,7 +208,7 @@ def verify(
     if BOUNDS[0] in batch:
         probe |= document_bounds(probe["position_ids"])
     prepared.model.eval()
-    trained = engine_of(prepared.job.strategy).logits(prepared, probe).float().cpu()
+    trained = prepared.job.engine.logits(prepared, probe).float().cpu()
     prepared.model.train()
     result: list[Export] = []
 
@@ -288,7 +287,7 @@ def _error(job: Job, model: Any, probe: Mapping[str, Any], trained: torch.Tensor
 
     # DDP computes under autocast on fp32 weights, the other engines on weights that are cast.
     half = job.precision.mixed
-    autocast = engine_of(job.strategy).autocast_dtype(job) is not None
+    autocast = job.engine.autocast_dtype(job) is not None
     compute = getattr(torch, job.compute_dtype)
     if half and not autocast:
         # Parameters only: no engine casts buffers, and rotary frequencies in half precision give other angles.

@@ -12,7 +12,6 @@ from toolkit.checkpoints.importers import Entry, Weights, safetensors_entries
 from toolkit.checkpoints.layout import Region
 from toolkit.core.errors import ModelError, RunError
 from toolkit.core.units import dtype_name
-from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
 from toolkit.engines.states import SEND_CHUNK
@@ -48,7 +47,7 @@ class EngineWeights:
         module = accelerator.unwrap_model(prepared.model)
         parameters, first = dict(module.named_parameters(remove_duplicate=False)), first_names(module)
         self._mine: dict[tuple[str, str], list[Shard]] = {}
-        for shard in engine_of(job.strategy).shards(prepared):
+        for shard in job.engine.shards(prepared):
             self._mine.setdefault((shard.name, shard.kind), []).append(shard)
         regions = {key: [Region.of(shard) for shard in shards] for key, shards in self._mine.items()}
         local_facts = {key: (shards[0].shape, shards[0].tensor.dtype) for key, shards in self._mine.items()}

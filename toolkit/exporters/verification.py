@@ -18,9 +18,10 @@ from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import hardware, host_memory
 from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization, set_compute_dtype
-from toolkit.engines.base import kept_dtype
 from toolkit.engines.fused_experts import pack_experts
-from toolkit.engines.job import Job, resolve_precision
+from toolkit.engines.job import Job
+from toolkit.engines.registry import engine_for
+from toolkit.engines.resolution import resolve_precision
 from toolkit.exporters.results import PROBE_TOKENS, SavedTensor
 from toolkit.exporters.state_dict import is_adapter
 from toolkit.models import NF4, ModelSpec
@@ -51,7 +52,7 @@ def reopen(job: Job, folder: Path) -> Any:
     import torch
 
     model = reopen_adapter(read_base(job), folder)
-    storage = getattr(torch, kept_dtype(job))
+    storage = getattr(torch, job.kept_dtype)
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # in PEFT's names of all LoRA and DoRA parameters
             parameter.data = parameter.data.to(storage)
@@ -246,11 +247,18 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def single_process_job(spec: ModelSpec, strategy: Strategy, train_config: TrainConfig) -> Job:
-    """Return the job of one process on this host, without its engine and attention kernel."""
+    """Return the job of one process on this host, without its engine's settings and attention kernel."""
     parallelism, device = Parallelism(), hardware().device
     precision = resolve_precision(strategy.precision, device)
     strategy = dataclasses.replace(strategy, precision=precision, attention=check_attention(spec))
-    return Job(strategy=strategy, train_config=train_config, spec=spec, parallelism=parallelism, device=device)
+    return Job(
+        strategy=strategy,
+        train_config=train_config,
+        spec=spec,
+        parallelism=parallelism,
+        device=device,
+        engine=engine_for(strategy.sharding, strategy.tp),
+    )
 
 
 def check_attention(spec: ModelSpec) -> str:

@@ -16,7 +16,6 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import Hardware
 from toolkit.engines.adapters import read_dtype
-from toolkit.engines.base import engine_of, kept_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.states import optimizer_bytes, parameters_of
 from toolkit.forecasting.finished_run import read_finished_run
@@ -208,7 +207,7 @@ def _weights(strategy: Strategy) -> str:
 
 
 def _column(job: Job) -> DtypeColumn:
-    engine = engine_of(job.strategy)
+    engine = job.engine
     account, weights = engine.expected_state(job).dtypes, _weights(job.strategy)
     stepped_dtype = account.get("master", account["trainable"])
     dtypes: dict[Place, str] = {("loading", weights): read_dtype(job)}
@@ -216,7 +215,7 @@ def _column(job: Job) -> DtypeColumn:
         frozen = "+".join(sorted({state.dtype for state in parameters_of(job) if not state.trainable}))
         if job.strategy.adapter == "qlora":  # the dtype does not show it, as int8 does
             frozen = f"4 bits in {frozen}"
-        dtypes = {("loading", weights): kept_dtype(job), ("loading", "frozen weights"): frozen}
+        dtypes = {("loading", weights): job.kept_dtype, ("loading", "frozen weights"): frozen}
         account = {**account, "frozen": frozen}
     dtypes["compute", "forward"] = job.compute_dtype
     dtypes["optimizer", "weights that are stepped"] = dtypes["checkpoint", "weights"] = stepped_dtype

@@ -1,4 +1,4 @@
-"""A finished run from its folder: settings, measurements and audit; and the correction of forecasts by it."""
+"""A finished run from its folder: settings, measurements and audit; and what it corrects in forecasts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from toolkit.config.flags import from_dict
 from toolkit.config.run_config import EMBEDDED, RunConfig
@@ -16,12 +16,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Device, Hardware
-from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
-from toolkit.forecasting.timing import Timing
 from toolkit.run_folder.run_json import open_finished_run
-
-if TYPE_CHECKING:
-    from toolkit.forecasting.result import Forecast
 
 MATTER = (
     *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
@@ -93,7 +88,21 @@ def _hardware(values: Mapping[str, Any]) -> Hardware:
     return Hardware(**{**plain(values), "device": Device(**{**device, "card": card})})
 
 
-F = TypeVar("F", bound="Forecast")
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What a finished run says about forecasts of its kind of device."""
+
+    more: int
+    """Bytes by which its peak was above its forecast's."""
+    fragmentation: float | None
+    """Reserved bytes for each allocated one; None where they were not measured."""
+    outside: int | None
+    """Bytes of the device that the allocator did not reserve; None where they were not measured."""
+    speed: float
+    """Operations a second of a rank."""
+    slower: float | None
+    """Measured by forecast seconds of a step; None where the forecast has none."""
+
 
 RANK_BYTES = ("peak_bytes", "reserved_bytes", "device_bytes")
 """The measured bytes of a rank."""
@@ -102,12 +111,12 @@ WINDOW = 3
 """First steps, which the memory window slows; they count for speed only in runs without other steps."""
 
 
-def calibrated(forecast: F, path: Path) -> F:
-    """Correct a forecast by a finished run. Additional bytes count as workspace; missing ones shrink the largest part.
+def read_correction(path: Path, expected_device: Device) -> Correction:
+    """Read what a run measured, beside its own forecast.
 
     Args:
-        forecast: of any request on that kind of device.
         path: the run's folder, with `memory.json`, `events.jsonl` and `run.json`.
+        expected_device: the kind of device that it must have run on.
 
     Raises:
         RunError: for a folder without a finished run, for a run that measured nothing or was not forecast, for one on
@@ -122,50 +131,25 @@ def calibrated(forecast: F, path: Path) -> F:
             raise RunError(
                 f"Cannot calibrate with {path}: events.jsonl has no steps. Name the folder of a finished run."
             )
-        _check_device(forecast, expected["hardware"]["device"], path)
+        _check_device(expected_device, expected["hardware"]["device"], path)
         _check_figures(memory, steps, path)
-        more = measured["peak_bytes"] - expected["device"]["peak_bytes"]
         fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
         reserved, device = fullest.get("reserved_bytes"), fullest.get("device_bytes")
-        context = dict(forecast.context)
-        if reserved:
-            context[FRAGMENTATION] = round((forecast.peak_bytes + more) * (reserved / fullest["peak_bytes"] - 1))
-        if reserved and device and forecast.ranks > 1:
-            context[COMMUNICATION] = max(0, device - reserved - context[CONTEXT])
-        elif reserved and device:
-            context[CONTEXT] = device - reserved
         seconds = [event["seconds"] for event in steps]
         took = statistics.median(seconds[WINDOW:] or seconds)
-        speed = expected["operations"] / took
-        slower = took / expected["step_seconds"] if expected["step_seconds"] else None
-    peak = forecast.peak_bytes + more
-    part = "workspace" if more > 0 else max(forecast.parts, key=lambda name: forecast.parts[name])
-    timing = forecast.timing
-    step_seconds = timing.step_seconds * slower if timing and slower else forecast.operations / speed
-    mfu = timing.mfu * timing.step_seconds / step_seconds if timing and timing.mfu is not None else None
-    tokens = forecast.job.global_batch * forecast.train_config.seq_len
-    return dataclasses.replace(
-        forecast,
-        peak_bytes=peak,
-        parts={**forecast.parts, part: forecast.parts[part] + more},
-        phases={phase: max(0, size + more) for phase, size in forecast.phases.items()},
-        context=context,
-        reserved_bytes=peak + context[FRAGMENTATION] if reserved else None,
-        timing=Timing(step_seconds=step_seconds, tokens_per_second=tokens / step_seconds, mfu=mfu),
-        change=None,
-        changed_bytes=None,
-        unknown=(f"Corrected by {path}: {more:+,} bytes, {speed:.3g} operations/s a rank.",),
-    )
+        return Correction(
+            more=measured["peak_bytes"] - expected["device"]["peak_bytes"],
+            fragmentation=reserved / fullest["peak_bytes"] if reserved else None,
+            outside=device - reserved if reserved and device else None,
+            speed=expected["operations"] / took,
+            slower=took / expected["step_seconds"] if expected["step_seconds"] else None,
+        )
 
 
-def _check_device(forecast: Forecast, device: Mapping[str, Any], path: Path) -> None:
+def _check_device(wanted: Device, device: Mapping[str, Any], path: Path) -> None:
     """Refuse a device of another kind or memory. Speeds are not compared: a later catalog may correct them."""
-    expected = forecast.hardware.device
-    if (expected.kind, expected.card and expected.card.gib) != (
-        device["kind"],
-        device["card"] and device["card"]["gib"],
-    ):
-        raise RunError(f"{path} ran on another kind of device than {expected.name}. Name a run on that kind.")
+    if (wanted.kind, wanted.card and wanted.card.gib) != (device["kind"], device["card"] and device["card"]["gib"]):
+        raise RunError(f"{path} ran on another kind of device than {wanted.name}. Name a run on that kind.")
 
 
 def _check_figures(memory: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path) -> None:

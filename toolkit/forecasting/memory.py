@@ -12,9 +12,10 @@ from toolkit.config.strategy import usual_shardings
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, MiB, ceil_div
 from toolkit.engines.adapters import require_adapter
-from toolkit.engines.base import Engine, engine_of
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.base import Engine
+from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.resolution import resolve
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import SEND_CHUNK, parameters_of, snapshot_bytes, trained_elements
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
@@ -57,7 +58,7 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
 
 def trace_configs(job: Job, *, masked: bool) -> list[TraceConfig]:
     """Return the configuration of each rank that is simulated."""
-    engine = engine_of(job.strategy)
+    engine = job.engine
     return [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
 
 
@@ -67,13 +68,13 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
         with contextlib.suppress(StrategyError):
             strategy = dataclasses.replace(job.strategy, sharding=word, offload="none", dp_replicate=1)
             other_job = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
-            if (config := engine_of(strategy).trace_config(other_job, masked=masked)) != own:
+            if (config := other_job.engine.trace_config(other_job, masked=masked)) != own:
                 yield config
 
 
 def whole_step(job: Job, trace: Trace) -> list[Segment]:
     """Repeat the trace over the whole depth, split at the engine's boundaries."""
-    return _spread(trace, BLOCK[job.device.kind], engine_of(job.strategy))
+    return _spread(trace, BLOCK[job.device.kind], job.engine)
 
 
 def fused_peak(job: Job, trace: Trace, *, save: bool, num_checkpoints: int) -> int:
@@ -116,7 +117,7 @@ def replay(
         num_checkpoints: as in `forecast`.
         kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
-    engine = engine_of(job.strategy)
+    engine = job.engine
     ledgers = []
     for index, rank in enumerate(engine.simulated_ranks(job)):
         ledgers.append(kind(shared=job.device.kind == "cpu"))
@@ -144,7 +145,7 @@ def _simulate_save(simulation: Simulation, save: bool) -> None:
     sizes = [state.elements * each for state in parameters_of(job) if state.trainable] if save else []
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
     whole = trained_elements(job) * BYTES_OF[job.compute_dtype]
-    cut = ranks if engine_of(job.strategy).expected_state(job).trainable < whole else 1
+    cut = ranks if job.engine.expected_state(job).trainable < whole else 1
     piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
         snapshot = snapshot_bytes(job) if simulation.num_checkpoints else 0

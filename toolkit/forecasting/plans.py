@@ -19,7 +19,7 @@ from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
-from toolkit.engines.base import engine_of
+from toolkit.engines.resolution import accelerate_config
 from toolkit.forecasting.prediction import CPU_NOTE, check_type
 from toolkit.forecasting.reasons import EQUAL, why_faster
 from toolkit.forecasting.search import FIELDS, OFFLOADED, Candidate, Search, find_alternatives
@@ -70,7 +70,7 @@ class Plan(Result):
     def config(self) -> dict[str, Any]:
         """Return the best candidate's Accelerate config file."""
         strategy = self.best.strategy
-        return engine_of(strategy).to_yaml(strategy, self.hardware.ranks, self.hardware.nodes)
+        return accelerate_config(strategy, self.hardware.ranks, self.hardware.nodes)
 
     def command(self, model: str, config: str = "accelerate.yaml") -> str:
         """Return the command that launches the best candidate with its config file."""

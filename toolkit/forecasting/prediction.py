@@ -14,10 +14,10 @@ from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import MiB, ceil_div, format_bytes
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.adapters import check_quantized
-from toolkit.engines.base import engine_of
-from toolkit.engines.job import Job, default_ranks, resolve
+from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
+from toolkit.engines.resolution import default_ranks, resolve
 from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
@@ -156,7 +156,7 @@ def _idle_devices(forecast: Forecast) -> list[dict[str, Any]]:
 
 def permanent_bytes(job: Job) -> int:
     """Return the bytes that stay on the device after the first step: a lower bound of every peak."""
-    state = on_device(job, engine_of(job.strategy).expected_state(job))
+    state = on_device(job, job.engine.expected_state(job))
     return state.parameters + state.master + (state.optimizer or 0)
 
 

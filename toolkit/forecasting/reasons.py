@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from toolkit.core.units import BYTES_OF, format_bytes, format_count, format_step_seconds
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, on_device
 from toolkit.engines.states import optimizer_bytes, parameters_of
@@ -45,7 +44,7 @@ class _Side:
 
     @cached_property
     def state(self) -> StateMemory:
-        return engine_of(self.job.strategy).expected_state(self.job)
+        return self.job.engine.expected_state(self.job)
 
     @cached_property
     def trained(self) -> int:

@@ -18,7 +18,8 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
-from toolkit.forecasting.finished_run import calibrated
+from toolkit.forecasting.finished_run import read_correction
+from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
 from toolkit.forecasting.timing import Timing
 
 
@@ -161,7 +162,30 @@ class Forecast(Result):
             RunError: for a folder without a finished run, for one that measured nothing or was not forecast, and for one on
                 another kind of device.
         """
-        return calibrated(self, Path(run))
+        found = read_correction(Path(run), self.hardware.device)
+        peak, context, timing = self.peak_bytes + found.more, dict(self.context), self.timing
+        if found.fragmentation:
+            context[FRAGMENTATION] = round(peak * (found.fragmentation - 1))
+        if found.outside is not None and self.ranks > 1:
+            context[COMMUNICATION] = max(0, found.outside - context[CONTEXT])
+        elif found.outside is not None:
+            context[CONTEXT] = found.outside
+        part = "workspace" if found.more > 0 else max(self.parts, key=lambda name: self.parts[name])
+        seconds = timing.step_seconds * found.slower if timing and found.slower else self.operations / found.speed
+        mfu = timing.mfu * timing.step_seconds / seconds if timing and timing.mfu is not None else None
+        tokens = self.job.global_batch * self.train_config.seq_len
+        return dataclasses.replace(
+            self,
+            peak_bytes=peak,
+            parts={**self.parts, part: self.parts[part] + found.more},
+            phases={phase: max(0, size + found.more) for phase, size in self.phases.items()},
+            context=context,
+            reserved_bytes=peak + context[FRAGMENTATION] if found.fragmentation else None,
+            timing=Timing(step_seconds=seconds, tokens_per_second=tokens / seconds, mfu=mfu),
+            change=None,
+            changed_bytes=None,
+            unknown=(f"Corrected by {run}: {found.more:+,} bytes, {found.speed:.3g} operations/s a rank.",),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shell's JSON: sizes in bytes."""

@@ -21,7 +21,8 @@ from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import ceil_div, format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.adapters import check_quantized, require_adapter
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job
+from toolkit.engines.resolution import resolve
 from toolkit.engines.traces import TraceConfig
 from toolkit.forecasting.memory import trace_configs
 from toolkit.forecasting.memory_advice import changed, training_changes

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Hardware
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
 from toolkit.engines.states import snapshot_bytes
@@ -70,7 +69,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
         return None
     middle = next(index for index, transfer in enumerate(step) if transfer.what == "backward")
     forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
-    engine = engine_of(job.strategy)
+    engine = job.engine
     state = engine.expected_state(job)
     moved = job.optimizer.passes * (state.optimizer or 0) // len(job.optimizer.states)
     if job.strategy.offload == "none":
@@ -154,11 +153,9 @@ def checkpoint_stall(job: Job, machine: Hardware) -> float:
 
 def collectives(job: Job) -> list[Transfer]:
     """Return the collectives of a step, in order."""
-    return [
-        transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link not in ("host", "memory")
-    ]
+    return [transfer for transfer in job.engine.communication(job) if transfer.link not in ("host", "memory")]
 
 
 def offloads(job: Job) -> list[Transfer]:
     """Return the transfers between device and host."""
-    return [transfer for transfer in engine_of(job.strategy).communication(job) if transfer.link == "host"]
+    return [transfer for transfer in job.engine.communication(job) if transfer.link == "host"]

@@ -22,7 +22,7 @@ from toolkit.core.errors import RunError, StrategyError, value_or
 from toolkit.core.process_lifecycle import SAFE_PATH
 from toolkit.core.redaction import shorten
 from toolkit.devices.machine import hardware
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Candidate
 from toolkit.launcher.restarts import RestartPolicy
 from toolkit.launcher.run_handle import Run

@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.core import errors
 from toolkit.core.atomic_io import end_of, last_step, open_regular, read_json
@@ -15,9 +15,6 @@ from toolkit.core.errors import OutOfMemory, RunError, ToolkitError, value_or
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.training.oom import aborted_for_memory, killed_for_memory
-
-if TYPE_CHECKING:
-    from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
 
 _LAST_LINES = 20
 _SAME_TIME = 5.0
@@ -45,8 +42,10 @@ class RankHung(RankDied):
 def failure(
     folder: Folder,
     code: int,
-    monitor: HeartbeatMonitor | None = None,
     *,
+    beats: Mapping[int, Heartbeat] | None = None,
+    behind: Heartbeat | None = None,
+    timeout: float = float("inf"),
     cut_at: float = float("inf"),
     memory_kills: int = 0,
 ) -> ToolkitError:
@@ -55,7 +54,9 @@ def failure(
     Args:
         folder: the run's.
         code: the launcher's exit status.
-        monitor: of the attempt's heartbeats, up to the first failure.
+        beats: the last heartbeat of each rank before the first failure; None where nobody watched.
+        behind: that of the rank which the others waited for, as far as they tell.
+        timeout: seconds without a heartbeat after which a rank has hung.
         cut_at: when the supervisor itself killed the ranks that were left, in seconds since 1970.
         memory_kills: processes that the system ended meanwhile because memory had run out.
     """
@@ -71,12 +72,12 @@ def failure(
         return ours
     if short := _short_of_memory(folder, rank, exitcode, error, memory_kills):
         return short
-    if monitor and _waited_for_another(folder, rank, error, raised):
+    if beats is not None and _waited_for_another(folder, rank, error, raised):
         # Equally far, it is the one that does not complain.
-        quiet = (beat for number, beat in sorted(monitor.beats.items()) if number not in raised and number != rank)
-        if beat := monitor.behind() or next(quiet, None):
+        quiet = (beat for number, beat in sorted(beats.items()) if number not in raised and number != rank)
+        if beat := behind or next(quiet, None):
             at = min((float(record["time"]) for record in raised.values()), default=0.0)
-            return hung_error(folder, beat, monitor.timeout, at=at)
+            return hung_error(folder, beat, timeout, at=at)
     if rank is None:
         lines = last_lines(folder.launcher_log)
         return RankDied(f"accelerate launch {_exit_text(code)}, and no rank had failed. {lines}")

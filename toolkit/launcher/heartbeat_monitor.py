@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from toolkit.launcher.failures import RankHung, end_of_log, hung_error
 from toolkit.launcher.processes import lives
@@ -52,6 +53,10 @@ class HeartbeatMonitor:
             self._cpu = {rank: beat.cpu for rank, beat in self.beats.items()}
         self._find_silent()
         self._find_awaited()
+
+    def seen(self) -> dict[str, Any]:
+        """Return what `failure` asks about heartbeats."""
+        return {"beats": self.beats, "behind": self.behind(), "timeout": self.timeout}
 
     def lost(self) -> bool:
         """Return whether a rank has ended early."""

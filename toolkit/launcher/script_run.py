@@ -29,8 +29,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.core.rank_output import tee_output
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware
-from toolkit.engines.base import engine_of
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import accelerate_config, resolve
 from toolkit.engines.upstream import wait_for_workers
 from toolkit.launcher.supervisor import supervise
 from toolkit.launcher.targets import Target, load_function, note_launch
@@ -84,7 +83,7 @@ def run_script(
         write_json(folder.run_json, record)
         note_launch(folder, target)
         arguments = [str(path), target.kind, target.name, target.sha256, *target.arguments]
-        config = engine_of(strategy).to_yaml(strategy, ranks, 1)
+        config = accelerate_config(strategy, ranks)
         environ = {STRATEGY: json.dumps(differing(strategy))} | ({TIMEOUT: str(timeout)} if timeout else {})
         supervise(folder, "toolkit.launcher.script_run", arguments, config, environ=environ)
         write_json(folder.run_json, {**record, "finished": timestamp()})

@@ -96,7 +96,7 @@ def supervise(
             raise Stopped.of(stop.number, folder)
         if code != 0:
             kills = value_or(kills, memory_kills) - kills
-            raise failure(folder, code, watch, cut_at=attempt.cut_at, memory_kills=kills)
+            raise failure(folder, code, **(watch.seen() if watch else {}), cut_at=attempt.cut_at, memory_kills=kills)
     except (ToolkitError, Stopped) as error:
         folder.record_end("stopped" if isinstance(error, Stopped) else "failed", str(error))
         raise

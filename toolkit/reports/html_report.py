@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import differing, from_dict, spell, to_flags
-from toolkit.config.run_config import SECTIONS
-from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import expand_user, open_regular, read_events, write_whole
 from toolkit.core.charts import figure
 from toolkit.core.display import Result, Table, markup, render
 from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import redact, redact_all, shorten, visible
+from toolkit.reports.run_record import RunRecord
 from toolkit.reports.sections import Section, figures, sections_of
 from toolkit.reports.tables import step_seconds, throughput
 from toolkit.run_folder.folder import Folder, refuse_links, run_paths
@@ -40,60 +37,8 @@ MARK = markup('<meta name="generator" content="accelerate-toolkit">')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Result):
+class Report(RunRecord, Result):
     """A run, read once from its folder and redacted: request, audit, forecast and measurement, and its end."""
-
-    path: Path
-    about: Mapping[str, Any]
-    """`run.json`."""
-    steps: tuple[Mapping[str, Any], ...]
-    """Lines of `events.jsonl` that have a loss."""
-    evaluations: tuple[Mapping[str, Any], ...]
-    """Lines that have an evaluation's."""
-    checkpoints: tuple[Mapping[str, Any], ...]
-    """Lines of `checkpoints.jsonl`."""
-    memory: Mapping[str, Any]
-    """`memory.json`, which a run writes as it finishes; empty before."""
-    status: str
-    """`running`, `finished`, `not audited`, `stopped` or `failed`."""
-    words: str
-    """The message at the end, or where its ranks are."""
-    then: str
-    """How to continue; empty if there is nothing to do."""
-    sharding: str
-    """As an audit found it; of a run of the recipe, which audits itself, as requested."""
-
-    @property
-    def forecast(self) -> Mapping[str, Any] | None:
-        """The forecast from before the first step."""
-        return self.memory.get("forecast") or self.about.get("forecast")
-
-    @property
-    def measured(self) -> Mapping[str, Any] | None:
-        """The worst rank's peak, by part and phase."""
-        return self.memory.get("measured")
-
-    @property
-    def done(self) -> int:
-        """The last step that was done; 0 before the first."""
-        return int(self.steps[-1]["step"]) if self.steps else 0
-
-    @property
-    def target(self) -> Mapping[str, Any] | None:
-        """The script, module or function that it ran; None of the recipe."""
-        return self.about.get("target")
-
-    @property
-    def command(self) -> str:
-        """The command that repeats the run with all decisions fixed; for a function, a line of Python."""
-        about, target = self.about, self.target
-        if target is not None:
-            return _target_command(target, from_dict(Strategy, about["strategy"]), about["ranks"])
-        try:
-            words = to_flags(*(from_dict(kind, about[name]) for name, kind in SECTIONS.items()))
-        except StrategyError:  # of another version, which had other fields
-            words = spell({**about["run_config"], **about["strategy"], **about["train_config"]})
-        return " ".join(["toolkit train --processes", str(about["ranks"]), *map(shlex.quote, words)])
 
     @cached_property
     def sections(self) -> list[Section]:
@@ -214,14 +159,6 @@ def _write_page(path: Path) -> Path | None:
         with contextlib.suppress(OSError):
             print(f"toolkit: no report of {path}: {error}", file=sys.stderr)
         return None
-
-
-def _target_command(target: Mapping[str, Any], strategy: Strategy, ranks: int) -> str:
-    if target["kind"] == "function":
-        arguments = ", ".join(f"{name}={value!r}" for name, value in differing(strategy).items())
-        return f"tk.launch({target['name']}, tk.Strategy({arguments}), processes={ranks})"
-    words = [*to_flags(strategy), target["name"], *target["arguments"]]
-    return " ".join(["toolkit launch --processes", str(ranks), *map(shlex.quote, words)])
 
 
 def _how_to_resume(folder: Folder) -> str:

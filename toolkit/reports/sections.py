@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.config.run_config import SECTIONS
 from toolkit.core.charts import curve
@@ -15,6 +15,7 @@ from toolkit.core.display import Table
 from toolkit.core.redaction import MARK, shorten
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.exporters import logits_text
+from toolkit.reports.run_record import RunRecord
 from toolkit.reports.tables import (
     by_part,
     by_phase,
@@ -29,9 +30,6 @@ from toolkit.reports.tables import (
     throughput,
 )
 from toolkit.training.loop import Step
-
-if TYPE_CHECKING:
-    from toolkit.reports.html_report import Report
 
 OUTCOMES = (
     "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
@@ -73,7 +71,7 @@ class Section:
         return "\n\n".join([f"== {self.title} ==", *paragraphs])
 
 
-def sections_of(run: Report) -> list[Section]:
+def sections_of(run: RunRecord) -> list[Section]:
     """Return all sections, in the order of the page. The memory of a target's ranks is its own to measure."""
     sections = [_outcome(run), _target_settings(run, run.target) if run.target else _settings(run)]
     if run.target is None:
@@ -99,7 +97,7 @@ def _bounded(table: Table) -> Table:
     return replace(table, columns=columns, rows=cells, notes=[*own, *notes])
 
 
-def figures(run: Report) -> list[tuple[str, str]]:
+def figures(run: RunRecord) -> list[tuple[str, str]]:
     """Return the most important figures, each a name and a value."""
     train_config, steps = run.about["train_config"], run.steps
     planned = f" of {int(train_config['steps']):,}" if train_config.get("steps") else ""
@@ -122,7 +120,7 @@ def figures(run: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def summarize(run: Report) -> str:
+def summarize(run: RunRecord) -> str:
     """Return the end of a training in a few lines: losses, speed, memory next to the forecast, the saved model."""
     about, steps = run.about, run.steps
     losses = [event["loss"] for event in steps if event.get("loss") is not None]
@@ -153,7 +151,7 @@ def _global_batch(about: Mapping[str, Any]) -> int:
     return math.prod(int(sizes.get(name, 1)) for name in ("micro_batch", "accumulation", "dp_replicate", "dp_shard"))
 
 
-def _outcome(run: Report) -> Section:
+def _outcome(run: RunRecord) -> Section:
     if run.status == "failed":
         return Section(title="How it ended", words=f"It failed. {run.then}".strip(), code=run.words)
     words = f"{run.words} {run.then}".strip() if run.then not in run.words else run.words
@@ -161,7 +159,7 @@ def _outcome(run: Report) -> Section:
     return Section(title=title, words=words[:1].upper() + words[1:])
 
 
-def _settings(run: Report) -> Section:
+def _settings(run: RunRecord) -> Section:
     about = run.about
     tokens = (about.get("data") or {}).get("trained_tokens", 0)
     tables = [
@@ -172,7 +170,7 @@ def _settings(run: Report) -> Section:
     return _repeatable(run, tables, "The command that does the same again:")
 
 
-def _target_settings(run: Report, target: Mapping[str, Any]) -> Section:
+def _target_settings(run: RunRecord, target: Mapping[str, Any]) -> Section:
     """Return the section of a script, module or function: its name, and the strategy of `tk.accelerator()`."""
     cells = {
         "kind": target["kind"],
@@ -187,7 +185,7 @@ def _target_settings(run: Report, target: Mapping[str, Any]) -> Section:
     return _repeatable(run, tables, f"What does the same again{more}:")
 
 
-def _repeatable(run: Report, tables: Sequence[Table], words: str) -> Section:
+def _repeatable(run: RunRecord, tables: Sequence[Table], words: str) -> Section:
     """Return the settings with the command that repeats the run."""
     notes = ["Fields that are not listed have their defaults."]
     if MARK in run.command:
@@ -206,7 +204,7 @@ def _changed_settings(part: str, about: Mapping[str, Any], more: tuple[str, str]
     return Table(title=SECTIONS[part].__name__, columns=("field", "value"), rows=[*rows, more])
 
 
-def _audit(run: Report) -> Section:
+def _audit(run: RunRecord) -> Section:
     audits = run.memory.get("audits") or []
     if not audits:
         words = "A finished run has the memory of each rank in memory.json; this run has no such file."
@@ -233,7 +231,7 @@ def _dtype_table(audit: Mapping[str, Any]) -> Table:
     return Table(title="Dtype ledger", columns=("part", "measured", "expected"), rows=rows)
 
 
-def _memory(run: Report) -> Section:
+def _memory(run: RunRecord) -> Section:
     title, forecast, measured, memory = "Forecast and measured", run.forecast, run.measured, run.memory
     why = memory.get("reason") or "peaks are written when a run finishes"
     unforecast = memory.get("unforecast") or "it was not forecast"
@@ -254,7 +252,7 @@ def _memory(run: Report) -> Section:
     return Section(title=title, words=" ".join(words), tables=tables)
 
 
-def _training(run: Report) -> Section:
+def _training(run: RunRecord) -> Section:
     """Return losses, evaluation losses and tokens a second, step by step."""
     title, steps = "Training", run.steps
     if not steps:
@@ -283,7 +281,7 @@ def _is_counted(event: Mapping[str, Any]) -> bool:
     return set(event) == {"step", "seconds", "loss"} and event["loss"] is None
 
 
-def _steps(run: Report) -> Table:
+def _steps(run: RunRecord) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
@@ -302,7 +300,7 @@ def _steps(run: Report) -> Table:
     return Table(title="Steps", columns=columns, rows=rows, notes=notes)
 
 
-def _throughput(run: Report, rates: Sequence[tuple[float, float]]) -> Table:
+def _throughput(run: RunRecord, rates: Sequence[tuple[float, float]]) -> Table:
     tokens, seconds = (sum(event.get(name) or 0 for event in run.steps) for name in ("tokens", "seconds"))
     rows = [
         ("tokens", format_count(tokens)),
@@ -316,7 +314,7 @@ def _throughput(run: Report, rates: Sequence[tuple[float, float]]) -> Table:
     return Table(title="Throughput", columns=("figure", "value"), rows=rows, notes=notes, picture=picture)
 
 
-def _checkpoints(run: Report) -> Section:
+def _checkpoints(run: RunRecord) -> Section:
     """Return the published checkpoints and their cost."""
     title, saved = "Checkpoints", run.checkpoints
     if not saved:
@@ -347,7 +345,7 @@ def _attempts(attempts: Sequence[Mapping[str, Any]]) -> Section:
     return Section(title="Attempts", tables=[Table(title="Attempts", columns=columns, rows=rows, notes=notes)])
 
 
-def _machine(run: Report) -> Section:
+def _machine(run: RunRecord) -> Section:
     versions = [(name, version or "not installed") for name, version in run.about.get("versions", {}).items()]
     machine, rows = run.about.get("hardware") or {}, []
     if device := machine.get("device"):

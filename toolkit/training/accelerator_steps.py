@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from toolkit.core.errors import NotFinite, StrategyError, StrategyMismatch
-from toolkit.engines.base import engine_of
 from toolkit.engines.gradients import check_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.upstream import patched
@@ -45,7 +44,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     @property
     def _deepspeed(self) -> bool:
-        return engine_of(self.job.strategy).steps_in_backward
+        return self.job.engine.steps_in_backward
 
     def _model_of(self, optimizer: Any) -> Any:
         """Return the prepared model of an optimizer. DeepSpeed's optimizer holds other tensors than its model."""
@@ -153,7 +152,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 "Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each micro-batch."
             )
         # DDP reduces in the last micro-batch alone.
-        if self.sync_gradients or not engine_of(self.job.strategy).needs_every_gradient:
+        if self.sync_gradients or not self.job.engine.needs_every_gradient:
             check_gradients(self, loss)
         self._check_written()
         self._norms.clear()
@@ -230,7 +229,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
         if self.scaler is not None and not self.sync_gradients:
             return None
         self.unscale_gradients()
-        norm, ids = engine_of(self.job.strategy).clip(parameters, limit), set(map(id, parameters))
+        norm, ids = self.job.engine.clip(parameters, limit), set(map(id, parameters))
         for optimizer in self._optimizers:
             if ids.issuperset(map(id, self._parameters_of(optimizer))):
                 self._norms[id(optimizer)] = norm
@@ -254,7 +253,7 @@ class UniformSteps(Upstream):  # type: ignore[misc]  # accelerate is untyped
             parameters, limit = self._parameters_of(optimizer), self.job.train_config.max_grad_norm
             if not limit and any(each.grad is not None and each.grad.is_sparse for each in parameters):
                 return None
-            self._norms[id(optimizer)] = engine_of(self.job.strategy).clip(parameters, limit or math.inf)
+            self._norms[id(optimizer)] = self.job.engine.clip(parameters, limit or math.inf)
         return self._norms[id(optimizer)]
 
     def _check_finite(self, norm: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ from toolkit.core.errors import RunError, StrategyError, ToolkitError
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.adapters import keep_packing
-from toolkit.engines.base import engine_environment, engine_of
+from toolkit.engines.base import engine_environment
 from toolkit.engines.gradients import watch_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
@@ -81,10 +81,10 @@ class UniformLoop(UniformSteps):
         with engine_environment(job):
             super().__init__(
                 job,
-                **engine_of(job.strategy).accelerator_kwargs(job, timeout),
+                **job.engine.accelerator_kwargs(job, timeout),
                 gradient_accumulation_plugin=GradientAccumulationPlugin(
                     num_steps=job.train_config.accumulation,
-                    sync_each_batch=engine_of(job.strategy).sync_each_batch,
+                    sync_each_batch=job.engine.sync_each_batch,
                 ),
                 **options,
             )
@@ -126,7 +126,7 @@ class UniformLoop(UniformSteps):
         self._check(models, optimizers)
         for model in models:
             self._before_prepare(model)
-            if optimizers or not engine_of(self.job.strategy).prepares_pair:
+            if optimizers or not self.job.engine.prepares_pair:
                 self._given[model] = GivenWeights(self.job, model, hashed=self.own_loop)
         with phase("prepare"), engine_environment(self.job), freed_at_once():
             result = self._prepare_upstream(objects, models, optimizers, device_placement)
@@ -143,7 +143,7 @@ class UniformLoop(UniformSteps):
 
     def _complete(self, prepared: Prepared, given: GivenWeights) -> None:
         """Restore exact masters of a model and its optimizer, audit both, and adapt the model's methods."""
-        engine, module = engine_of(self.job.strategy), self.unwrap_model(prepared.model)
+        engine, module = self.job.engine, self.unwrap_model(prepared.model)
         gather_in_methods(prepared, self.sharded)
         from_checkpoint = module in self.from_checkpoint
         restore_masters(prepared, given, from_checkpoint=from_checkpoint)
@@ -171,7 +171,7 @@ class UniformLoop(UniformSteps):
 
     def _check(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         """Refuse half a pair, and a second optimizer under DeepSpeed and under fp16, where only one can step."""
-        engine, strategy = engine_of(self.job.strategy), self.job.strategy
+        engine, strategy = self.job.engine, self.job.strategy
         if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
         new = [item for item in optimizers if item not in self._optimizers]
@@ -186,7 +186,7 @@ class UniformLoop(UniformSteps):
             )
 
     def _before_prepare(self, model: torch.nn.Module) -> None:
-        engine = engine_of(self.job.strategy)
+        engine = self.job.engine
         check_adapter(self.job.strategy, model)
         check_uniform(self.job, model)
         check_divisible(self.job, model)
@@ -204,7 +204,7 @@ class UniformLoop(UniformSteps):
         earlier, schedulers = list(self._optimizers), len(self._schedulers)
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(engine_of(self.job.strategy).preparing(self.job, model))
+                stack.enter_context(self.job.engine.preparing(self.job, model))
             result = super().prepare(*objects, device_placement=placement)
         for optimizer in self._optimizers:
             if optimizer not in earlier:
@@ -230,7 +230,7 @@ class UniformLoop(UniformSteps):
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as Accelerate does. A model distributed while loading gets autocast, and no DDP around it."""
-        unwrapped = evaluation_mode or not engine_of(self.job.strategy).wraps_model
+        unwrapped = evaluation_mode or not self.job.engine.wraps_model
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:

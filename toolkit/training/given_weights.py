@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import BYTES_OF, dtype_name
-from toolkit.engines.base import engine_of
 from toolkit.engines.deferred import is_deferred
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
@@ -40,7 +39,7 @@ class GivenWeights:
         main = PartialState().is_main_process  # its values count; a script may have read some on rank 0 alone
         whole = {name: each for name, each in parameters.items() if main and _is_whole(each)}
         least = BYTES_OF[job.compute_dtype]
-        masters = engine_of(job.strategy).keeps_masters(job)
+        masters = job.engine.keeps_masters(job)
         wide = {name: each.detach().cpu() for name, each in whole.items() if masters and each.element_size() > least}
         few = hashed and sum(each.numel() for each in whole.values()) <= LIMIT
         self._sums: dict[str, tuple[str, str, int]] = {}
@@ -68,7 +67,7 @@ class GivenWeights:
                 f"tied weights came untied: {untied[0]}. Nothing was trained. Check versions with `toolkit doctor`."
             )
         sums: dict[tuple[Any, ...], int] = {}
-        for shard in engine_of(prepared.job.strategy).shards(prepared) if self._sums else ():
+        for shard in prepared.job.engine.shards(prepared) if self._sums else ():
             kind, dtype, _ = self._sums.get(shard.name, ("", "", 0))
             if shard.kind == kind:
                 sums[shard.name, shard.box, shard.start, shard.tensor.numel()] = value_sum(shard.tensor, dtype)

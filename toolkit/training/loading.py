@@ -19,7 +19,7 @@ from toolkit.engines.adapters import (
     read_dtype,
     require_libraries,
 )
-from toolkit.engines.base import engine_environment, engine_of
+from toolkit.engines.base import engine_environment
 from toolkit.engines.fused_experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
@@ -81,7 +81,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         check_quantized(spec, job.strategy.adapter, allow_unquantized)
     on_main(accelerator, lambda: check_tied(spec))
     tokenizer = load_tokenizer(spec)
-    engine = engine_of(job.strategy)
+    engine = job.engine
     reader = Reader(job, accelerator)
     bars = quiet_bars(shown=spec.elements >= LONG)
     with bars, engine_environment(job), freed_at_once():

@@ -15,7 +15,6 @@ from toolkit.config.flags import by_name
 from toolkit.config.tables import OPTIMIZERS
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, NotFinite
-from toolkit.engines.base import engine_of
 from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StepResult
@@ -181,7 +180,7 @@ class _Loop:
 
         # A prepared one steps once for every rank.
         self._prepared, self._schedule, self._samples = prepared, getattr(schedule, "scheduler", schedule), samples
-        self._engine, self._job = engine_of(prepared.job.strategy), prepared.job
+        self._engine, self._job = prepared.job.engine, prepared.job
         self.on_device = self._engine.steps_on_device(prepared)
         self._found_inf = torch.zeros((), device=prepared.accelerator.device)
         """1 after a step that was not finite."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
-from toolkit.engines.base import engine_of
 from toolkit.engines.records import Prepared
 from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.loop import Step, shifted, trained_tokens
 from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
+    from toolkit.engines.job import Job
+    from toolkit.run_folder.folder import Folder
     from toolkit.training.loop import Batch
-    from toolkit.training.rank_run import RankRun
 
 STOP_EVERY = 4
 """Batches of an evaluation between two looks at the stop signal of all ranks."""
@@ -29,13 +29,30 @@ _signals = StopSignal()
 class StepLog:
     """Writes each step into the run's `events.jsonl` and on a progress bar, both on the main process."""
 
-    def __init__(self, run: RankRun) -> None:
+    def __init__(
+        self, folder: Folder, job: Job, samples: Callable[[int], list[int]], *, attempt: int, start: int, main: bool
+    ) -> None:
+        """Open the progress bar of an attempt.
+
+        Args:
+            folder: of the run.
+            job: of the run.
+            samples: returns a step's ids.
+            attempt: its number.
+            start: the last step that an earlier attempt has done.
+            main: whether this is the main process.
+        """
         from tqdm import tqdm
 
-        self._run, self._steps, self._main = run, run.job.train_config.total_steps, run.rank == 0
-        label = run.job.strategy.label
+        self._folder, self._samples, self._attempt = folder, samples, attempt
+        self._steps, self._main = job.train_config.total_steps, main
         self._bar = tqdm(
-            total=self._steps, initial=run.start, desc=label, unit="step", disable=not self._main, mininterval=0.5
+            total=self._steps,
+            initial=start,
+            desc=job.strategy.label,
+            unit="step",
+            disable=not self._main,
+            mininterval=0.5,
         )
 
     def record(self, step: Step) -> None:
@@ -43,8 +60,8 @@ class StepLog:
         if not self._main:
             return
         fields = {name: value for name, value in vars(step).items() if name not in ("gradients", "request")}
-        samples = hash_ids(self._run.preflight.sample_ids(step.step))
-        self._run.folder.append_event({**fields, "attempt": self._run.attempt, "samples": samples})
+        samples = hash_ids(self._samples(step.step))
+        self._folder.append_event({**fields, "attempt": self._attempt, "samples": samples})
         sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
         speed, size = f"{step.tokens / step.seconds:,.0f} tokens/s", format_bytes(max(sizes, default=0))
         kind = "RSS" if self._run.job.device.kind == "cpu" else "allocated"
@@ -67,7 +84,7 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     """
     import torch
 
-    job, accelerator, engine = prepared.job, prepared.accelerator, engine_of(prepared.job.strategy)
+    job, accelerator, engine = prepared.job, prepared.accelerator, prepared.job.engine
     sums, stopped = torch.zeros(2, dtype=torch.float64, device=accelerator.device), False
     prepared.model.eval()
     for number, batch in enumerate(loader):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError, StrategyMismatch
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.models.hf_loading import first_names
 
@@ -30,7 +29,7 @@ def check_adapter(strategy: Strategy, model: torch.nn.Module) -> None:
 
 def check_optimizers(job: Job, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
     """Refuse an optimizer that the sharding engines would train otherwise than one process, or cannot take apart."""
-    engine, sharding = engine_of(job.strategy), job.strategy.sharding
+    engine, sharding = job.engine, job.strategy.sharding
     if not engine.prepares_pair or job.ranks < 2 or not optimizers:
         return
     if len(models) > 1:
@@ -91,7 +90,7 @@ def check_uniform(job: Job, model: torch.nn.Module) -> None:
 def check_divisible(job: Job, model: torch.nn.Module) -> None:
     """Refuse parameters that the sharding engines cannot divide: scalars, and those without elements."""
     sharding = job.strategy.sharding
-    for name, parameter in model.named_parameters() if engine_of(job.strategy).prepares_pair else ():
+    for name, parameter in model.named_parameters() if job.engine.prepares_pair else ():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if not shape or not math.prod(shape):
             what, cure = ("no elements", "Remove it") if shape else ("no dimension", "Give it the shape (1,)")

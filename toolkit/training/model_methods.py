@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from toolkit.core.errors import StrategyError
-from toolkit.engines.base import engine_of
 from toolkit.engines.states import holds_parts
 from toolkit.engines.timeouts import meet
 from toolkit.exporters.state_dict import whole_state_dict
@@ -78,7 +77,7 @@ def gather_in_methods(prepared: Prepared, sharded: dict[torch.nn.Module, Prepare
     model, module = prepared.model, prepared.accelerator.unwrap_model(prepared.model)
     job, shares = prepared.job, holds_parts(module)
     methods = {name: method for name, method in METHODS.items() if hasattr(module, name)}
-    masters = engine_of(job.strategy).keeps_masters(job)
+    masters = job.engine.keeps_masters(job)
     if (shares or masters) and module not in sharded:
         if "generate" in methods:  # an adapter's does not call the root's `forward`
             register_fsdp_forward_method(module, "generate")

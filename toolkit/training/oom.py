@@ -17,7 +17,7 @@ from toolkit.core.errors import OutOfMemory, ToolkitError, value_or
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Device, hardware, host_memory
 from toolkit.engines.adapters import require_libraries
-from toolkit.engines.job import resolve
+from toolkit.engines.resolution import resolve
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat

@@ -20,8 +20,9 @@ from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
 from toolkit.engines import upstream
 from toolkit.engines.deepspeed.state import free_builds
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
+from toolkit.engines.resolution import resolve
 from toolkit.engines.timeouts import pg_timeout
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import RUN_DIR

@@ -32,7 +32,8 @@ from toolkit.data import (
 from toolkit.data.tokenization import read_template
 from toolkit.devices.machine import Device, Hardware, hardware
 from toolkit.engines.adapters import check_quantized, require_libraries
-from toolkit.engines.job import Job, resolve
+from toolkit.engines.job import Job
+from toolkit.engines.resolution import resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.exporters.generation import encode
 from toolkit.forecasting import Forecast, forecast_job

@@ -15,7 +15,6 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
 from toolkit.engines.adapters import quantization
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
@@ -129,7 +128,7 @@ def restore_masters(prepared: Prepared, given: GivenWeights, *, from_checkpoint:
     """
     from accelerate.utils import broadcast
 
-    engine, masters, copies = engine_of(prepared.job.strategy), dict[str, list[Part]](), dict[str, list[Part]]()
+    engine, masters, copies = prepared.job.engine, dict[str, list[Part]](), dict[str, list[Part]]()
     for shard in engine.shards(prepared):
         {MASTER: masters, PARAMETER: copies}.get(shard.kind, {}).setdefault(shard.name, []).extend(parts(shard))
     for name, values in given.wide.items():
@@ -214,7 +213,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     Raises:
         StrategyMismatch: naming every difference.
     """
-    job, engine = prepared.job, engine_of(prepared.job.strategy)
+    job, engine = prepared.job, prepared.job.engine
     state = engine.measure_state(prepared)
     if gradients is not None:
         state = replace(state, dtypes={**state.dtypes, "gradients": gradients})

@@ -30,7 +30,6 @@ from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.data import eval_batches, spell_samples
 from toolkit.devices.machine import hardware
-from toolkit.engines.base import engine_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
@@ -41,7 +40,7 @@ from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import supervised
-from toolkit.training.checkpoint_policy import CheckpointPolicy
+from toolkit.training.checkpoint_policy import CheckpointPolicy, is_due
 from toolkit.training.metrics import StepLog, evaluate
 from toolkit.training.preflight import PREPARED, run_preflight, versions, with_forecast
 from toolkit.training.preparation import Audit, audit
@@ -185,7 +184,14 @@ class RankRun:
     def listening(self) -> Iterator[None]:
         """Let SIGINT and SIGTERM stop the run after its current step. Open the progress bar."""
         self.beat.note("between", step=self.start)
-        self._log = StepLog(self)
+        self._log = StepLog(
+            self.folder,
+            self.job,
+            self.preflight.sample_ids,
+            attempt=self.attempt,
+            start=self.start,
+            main=self.rank == 0,
+        )
         with self.stop, self.beat.listening():
             yield
 
@@ -201,15 +207,26 @@ class RankRun:
             writer = CheckpointWriter(
                 prepared, schedule, *place, versions=versions(), keep=config.keep, patience=config.timeout
             )
-        return CheckpointPolicy(self, writer)
+        return self.policy_of(writer)
 
-    def is_due(self, step: int, every: int) -> bool:
-        """Return whether work of every `every` steps is due after this one. The last step always counts; 0 is never."""
-        return step == self.job.train_config.total_steps or (every > 0 and step % every == 0)
+    def policy_of(self, writer: CheckpointWriter | None) -> CheckpointPolicy:
+        """Return the policy around a writer."""
+        return CheckpointPolicy(
+            writer,
+            self.job,
+            self.config,
+            self.folder.published,
+            attempt=self.attempt,
+            beat=self.beat,
+            window=self.window,
+            stop_received=self.stop_received,
+        )
 
     def evaluation_due(self, step: int) -> bool:
         """Return whether the run evaluates after this step."""
-        return self.preflight.eval_rows is not None and self.is_due(step, self.config.eval_every)
+        return self.preflight.eval_rows is not None and is_due(
+            step, self.config.eval_every, self.job.train_config.total_steps
+        )
 
     def missed_evaluation(self) -> bool:
         """Return whether an earlier attempt was stopped between its last step and the evaluation. A collective."""
@@ -369,5 +386,5 @@ def _headline(job: Job) -> str:
         f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label}, ranks {job.ranks} ({job.device.kind}); "
         f"precision {strategy.precision}, attention {strategy.attention}, "
         f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, lr {job.train_config.lr:g}; "
-        f"computes {engine_of(strategy).compute_note(job)}"
+        f"computes {job.engine.compute_note(job)}"
     )

@@ -16,9 +16,10 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines import upstream
-from toolkit.engines.base import all_engines, engine_for
-from toolkit.engines.job import Job, default_ranks, resolve
+from toolkit.engines.job import Job
 from toolkit.engines.records import job_of
+from toolkit.engines.registry import all_engines, engine_for
+from toolkit.engines.resolution import default_ranks, resolve
 from toolkit.engines.timeouts import pg_timeout
 from toolkit.engines.upstream import wait_at_exit
 from toolkit.models import ModelSpec

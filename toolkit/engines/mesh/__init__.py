@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
-from toolkit.engines.base import Engine, engine_named
+from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
 from toolkit.engines.optimizer_step import by_mesh
@@ -33,10 +33,9 @@ class Mesh(Engine):
 
     broadcasts_buffers = False
 
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-        self.sharded = inner is not engine_named("ddp")
-        """Whether the inner engine shards; otherwise there is one data-parallel rank."""
+    def __init__(self, inner: Engine, *, sharded: bool) -> None:
+        """Go around `inner`. `sharded`: it shards; otherwise there is one data-parallel rank."""
+        self.inner, self.sharded = inner, sharded
         for name in set(dir(Engine)) - vars(Mesh).keys():
             if not name.startswith("_") and getattr(type(inner), name) is not getattr(Engine, name):
                 setattr(self, name, getattr(inner, name))

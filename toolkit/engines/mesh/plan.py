@@ -110,6 +110,7 @@ def local_job(job: Job, rank: int = 0) -> Job:
         strategy=dataclasses.replace(job.strategy, tp=1),
         parallelism=dataclasses.replace(job.parallelism, tp=1),
         spec=spec,
+        engine=job.engine.inner,  # type: ignore[attr-defined]
     )
 
 

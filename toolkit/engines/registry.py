@@ -1,4 +1,4 @@
-"""Engines from outside this package: a module registers its own, and every process of a run imports it."""
+"""Which engine runs a sharding: this package's own, and those of modules from elsewhere, which every process of a run imports."""
 
 from __future__ import annotations
 
@@ -6,15 +6,45 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.config.strategy import SHARDINGS, Sharding
 from toolkit.core.atomic_io import open_regular
 from toolkit.core.errors import StrategyError
-from toolkit.engines.base import BUILT_IN, ENGINES, Engine
+from toolkit.engines.base import Engine
 
 PLUGINS = "TOOLKIT_ENGINES"
 """The environment variable with the modules of engines from elsewhere, or the files of modules that are not installed."""
+
+_BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
+"""Module of this package → its class. It is imported at its first use, as its libraries are."""
+
+_engines: dict[str, Engine] = {}
+"""Engines that were used or registered, by name."""
+
+
+def engine_for(sharding: str, tp: int = 1) -> Engine:
+    """Return the engine of a sharding; with tensor parallelism, the mesh engine around it."""
+    name = SHARDINGS[sharding].engine
+    if tp == 1:
+        return _named(name)
+    key = f"mesh {name}"
+    if key not in _engines:
+        _engines[key] = importlib.import_module("toolkit.engines.mesh").Mesh(_named(name), sharded=name != "ddp")
+    return _engines[key]
+
+
+def all_engines() -> Iterator[Engine]:
+    """Return every engine of the table once."""
+    return map(_named, dict.fromkeys(row.engine for row in SHARDINGS.values()))
+
+
+def _named(name: str) -> Engine:
+    if name not in _engines:
+        module = importlib.import_module(f"toolkit.engines.{name}")
+        _engines[name] = getattr(module, _BUILT_IN[name])()
+    return _engines[name]
 
 
 def register(row: Sharding, engine: Engine) -> None:
@@ -32,14 +62,14 @@ def register(row: Sharding, engine: Engine) -> None:
     """
     module = type(engine).__module__
     registered = SHARDINGS.get(row.word)
-    other = type(ENGINES.get(row.engine, engine)) is not type(engine)
-    if (registered is not None and registered != row) or row.engine in BUILT_IN or other:
+    other = type(_engines.get(row.engine, engine)) is not type(engine)
+    if (registered is not None and registered != row) or row.engine in _BUILT_IN or other:
         raise StrategyError(
             f"sharding {row.word!r} with engine {row.engine!r} cannot be registered: one of the two exists already. "
             "Choose other names."
         )
     SHARDINGS[row.word] = row
-    ENGINES[row.engine] = engine
+    _engines[row.engine] = engine
     named = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
     if module not in (*named, "__main__"):
         # Ranks do not look into the working directory, so a module that is one file is named by it.
