@@ -112,15 +112,12 @@ def preview(
     Raises:
         ToolkitError: for a model or data that cannot be used; names file and line.
     """
-    from toolkit.data import find_source, resolve_spec
+    from toolkit.data import find_source
     from toolkit.data.files import Findings, documents
     from toolkit.data.packing import Counts, pack_rows
-    from toolkit.data.rows import check_request
     from toolkit.data.sources import split_weights
     from toolkit.data.tokenization import Encoder, read_template
-    from toolkit.models import ModelSpec
     from toolkit.models.chat_template import spell_remarks
-    from toolkit.models.hf_loading import load_tokenizer
 
     config = dataclasses.replace(run_config or RunConfig(), **fields)
     seq_len = TrainConfig(seq_len=seq_len).seq_len  # which checks it
@@ -130,12 +127,7 @@ def preview(
     sample, complete = _sample(
         [(each.name, weight, documents(each, findings=findings, **reading)) for each, weight in sources]
     )
-    quick = None if isinstance(model, ModelSpec) or config.trust_remote_code else _quick_spec(str(model))
-    spec = model if isinstance(model, ModelSpec) else quick or resolve_spec(str(model), config.trust_remote_code)
-    tokenizer = load_tokenizer(spec)
-    packing = None if config.packing and not quick else False
-    packed = check_request(tokenizer, spec, seq_len, packing, attention)
-    packed = packed or (config.packing and quick is not None)  # all well-known models keep documents apart
+    spec, tokenizer, packed = _model(model, config, seq_len, attention)
     encoder = Encoder(
         tokenizer=tokenizer,
         mask_prompts=config.mask_prompts,
@@ -149,31 +141,47 @@ def preview(
     rows = sum(1 for _ in pack_rows(encoded, counts, kind=spec.kind, too_long=config.too_long, **size))
     figures = {name: value for name, value in vars(counts).items() if name != "remarks"}
     padding = 1 - counts.tokens / (max(1, rows) * seq_len * (2 if spec.kind == "seq2seq" else 1))
-    shown = [
-        [(flag, [tokenizer.decode([token]) for token in ids]) for flag, ids in _runs(document, SHOWN_TOKENS)]
-        for document in encoded[:SHOWN]
-    ]
     return Preview(
         model=spec.name,
         data=str(data),
         format=", ".join(findings.names),
         counts={**figures, "rows": rows, "seq_len": seq_len, "padding": padding, "complete": complete},
         lengths=_histogram([len(document.ids) for document in encoded]),
-        rows=[
-            {
-                "input_ids": list(map(int, document.ids)),
-                "trained": [tokenizer.decode(ids) for flag, ids in _runs(document) if flag],
-            }
-            for document in encoded
-        ],
+        rows=[_row(document, tokenizer) for document in encoded],
         warnings=[
             *(each.summary for each, _ in sources if each.summary),
             *findings.formats,
             *spell_remarks(counts.remarks, counts.documents),
             *filter(None, [findings.problem()]),
         ],
-        shown=shown,
+        shown=[
+            [(flag, [tokenizer.decode([token]) for token in ids]) for flag, ids in _runs(document, SHOWN_TOKENS)]
+            for document in encoded[:SHOWN]
+        ],
     )
+
+
+def _model(
+    model: str | Path | ModelSpec, config: RunConfig, seq_len: int, attention: str
+) -> tuple[ModelSpec, Any, bool]:
+    """Return a model's description and tokenizer, and whether its rows are packed."""
+    from toolkit.data import resolve_spec
+    from toolkit.data.rows import check_request
+    from toolkit.models import ModelSpec
+    from toolkit.models.hf_loading import load_tokenizer
+
+    quick = None if isinstance(model, ModelSpec) or config.trust_remote_code else _quick_spec(str(model))
+    spec = model if isinstance(model, ModelSpec) else quick or resolve_spec(str(model), config.trust_remote_code)
+    tokenizer = load_tokenizer(spec)
+    packing = None if config.packing and not quick else False
+    packed = check_request(tokenizer, spec, seq_len, packing, attention)
+    return spec, tokenizer, packed or (config.packing and quick is not None)  # well-known models keep documents apart
+
+
+def _row(document: Encoded, tokenizer: Any) -> dict[str, Any]:
+    """Return a document's tokens, and the texts of its trained spans."""
+    spans = [tokenizer.decode(ids) for flag, ids in _runs(document) if flag]
+    return {"input_ids": list(map(int, document.ids)), "trained": spans}
 
 
 def _quick_spec(model: str) -> ModelSpec | None:

@@ -159,10 +159,7 @@ def prepare_data(
         DataError: for anything in source, tokenizer or template that cannot be trained on; names file and line.
         StrategyError: for a `seq_len` over the model's limit.
     """
-    from filelock import FileLock
-
     packed = check_request(tokenizer, spec, seq_len, packing, attention)
-    template = read_template(chat_template)
     contents = source if isinstance(source, Contents) else ingest(source, **reading)
     if mask_prompts and contents.untrained:
         raise DataError(
@@ -171,7 +168,7 @@ def prepare_data(
     encoder = Encoder(
         tokenizer=tokenizer,
         mask_prompts=mask_prompts,
-        template=template,
+        template=read_template(chat_template),
         seq2seq=spec.kind == "seq2seq",
         train_on=train_on,
         add_end_token=add_end_token,
@@ -180,14 +177,22 @@ def prepare_data(
     settings = {**about, "format": FORMAT, "too_long": too_long, "encoder": encoder.settings}
     key = json.dumps([settings, _tokenizer_state(tokenizer), contents.hash], sort_keys=True)
     fingerprint = hashlib.sha256(key.encode()).hexdigest()
+    counts = Counts()
+    size = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id, "too_long": too_long}
+    rows = pack_rows(tokenize(contents, encoder), counts, kind=spec.kind, **size)  # which begins when it is iterated
+    return _keep(rows, counts, {**about, "fingerprint": fingerprint})
+
+
+def _keep(rows: Iterable[Columns], counts: Counts, about: dict[str, Any]) -> Rows:
+    """Write rows into the cache, unless they are there."""
+    from filelock import FileLock
+
+    fingerprint = about["fingerprint"]
     folder = cache_folder("data") / fingerprint
     with cache_errors(folder.parent), FileLock(folder.with_suffix(".lock")):
         if find_rows(fingerprint) is None:
             with draft_folder(folder.parent, fingerprint) as work:
-                encoded, counts = tokenize(contents, encoder), Counts()
-                size = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id, "too_long": too_long}
-                rows = pack_rows(encoded, counts, kind=spec.kind, **size)
-                _write(work / "rows", rows, counts, {**about, "fingerprint": fingerprint})
+                _write(work / "rows", rows, counts, about)
                 if os.path.lexists(folder):
                     folder.rename(work / "damaged")
                 (work / "rows").rename(folder)
