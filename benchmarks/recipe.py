@@ -89,7 +89,7 @@ def rank(
     import toolkit as tk
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.heartbeat import Beat
-    from toolkit.training.loop import make_optimizer, make_schedule
+    from toolkit.training.optimizers import make_optimizer, make_schedule
     from toolkit.training.rank_run import RankRun
 
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -337,7 +337,7 @@ Table(
 
 # %%
 from toolkit.checkpoints import CheckpointWriter, identify
-from toolkit.training.loop import make_optimizer, make_schedule
+from toolkit.training.optimizers import make_optimizer, make_schedule
 
 loop_one = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
 accelerator = tk.accelerator(plain, loop_one, spec)

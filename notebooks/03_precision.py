@@ -408,7 +408,7 @@ def look(folder, out):
     import toolkit as tk
     from toolkit.engines.shards import overlaps, parts, whole_box
     from toolkit.training.given_weights import GivenWeights
-    from toolkit.training.loop import make_optimizer, make_schedule
+    from toolkit.training.optimizers import make_optimizer, make_schedule
     from toolkit.training.preparation import restore_masters
 
     spec = tk.describe(folder)

@@ -88,7 +88,7 @@ class Preview(Result):
             yield f"{number + 1}. " + "·".join(mark(text) if trained else text for trained, text in texts)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "shown"}
+        return {name: value for name, value in vars(self).items() if name != "shown"}
 
 
 def preview(
@@ -152,7 +152,9 @@ def preview(
             *(each.summary for each, _ in sources if each.summary),
             *findings.formats,
             *spell_remarks(counts.remarks, counts.documents),
-            *filter(None, [findings.problem()]),
+            *filter(
+                None, [findings.problem(), "" if rows else "No row has a trained token: a training refuses these data."]
+            ),
         ],
         shown=[
             [(flag, [tokenizer.decode([token]) for token in ids]) for flag, ids in _runs(document, SHOWN_TOKENS)]

@@ -16,7 +16,7 @@ from typing import Any
 import toolkit as tk
 from toolkit.core.errors import NotFinite
 from toolkit.engines.records import Prepared
-from toolkit.training.loop import make_optimizer, make_schedule
+from toolkit.training.optimizers import make_optimizer, make_schedule
 from toolkit.training.rank_process import run_rank
 from toolkit.training.rank_run import RankRun
 

@@ -50,7 +50,7 @@ def work(task: str, path: Path, rank: int) -> None:
 
         from accelerate import PartialState
 
-        from toolkit.engines.timeouts import on_main
+        from toolkit.engines.rank_calls import on_main
 
         state = PartialState(cpu=True, timeout=timedelta(seconds=2))
         said = on_main(state, lambda: time.sleep(4) or "longer than a collective may take")

@@ -43,7 +43,7 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     from toolkit.config.strategy import Strategy
     from toolkit.models import describe
     from toolkit.training.loading import load
-    from toolkit.training.loop import make_optimizer, make_schedule
+    from toolkit.training.optimizers import make_optimizer, make_schedule
     from toolkit.training.preparation import prepare, prepared
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything

@@ -547,7 +547,7 @@ def test_texts_and_tools_that_a_template_leaves_out() -> None:
     with pytest.raises(DataError, match=r"message 1 \(its content is left out beside its calls of tools"):
         encode({"messages": beside}, HARMONY)
     silent = HARMONY.replace("if 'tool_calls' in m", "if m.content is none")
-    with pytest.raises(DataError, match=r"message 1 \(its calls of tools are left out"):
+    with pytest.raises(DataError, match=r"message 1 \(a call of get is left out"):
         encode({"messages": CALLING}, silent + "{# tool_calls #}")
 
 

@@ -35,9 +35,9 @@ from toolkit.core.atomic_io import sync_folder, write_whole
 from toolkit.core.errors import CheckpointError, StrategyError
 from toolkit.core.redaction import redact_all
 from toolkit.core.units import round_up, timestamp
+from toolkit.engines.rank_calls import on_main
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import SNAPSHOT_CHUNK
-from toolkit.engines.timeouts import on_main
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.core.errors import CheckpointError
 from toolkit.core.units import format_bytes
-from toolkit.engines.timeouts import ticking
+from toolkit.engines.rank_calls import ticking
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.errors import CheckpointError
 from toolkit.engines.job import Job
+from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Counters, Prepared
 from toolkit.engines.shards import BUFFER, Shard, copy, parts
 from toolkit.engines.states import buffer_shards, persistent_buffers
-from toolkit.engines.timeouts import from_main
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

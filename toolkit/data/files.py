@@ -105,6 +105,10 @@ def documents(
         try:
             with read_errors(source.places[file]), source.open(file, NAMES) as data:
                 if isinstance(data, Text):
+                    if data_format not in ("auto", "text") or renamed.keys() - {"text"}:
+                        raise DataError(
+                            f"{source.places[file]}: is text without columns. Leave --data-format and --columns out."
+                        )
                     findings.names["text"] = None
                     yield from _texts(data, file)
                 else:

@@ -62,7 +62,7 @@ class Format:
             if field[-1] == "?" and column in spelled:  # rows may spell an optional field in several ways
                 column = next((each for each in spelled if row.get(each)), column)
             value, what = row.get(column), f"column {column!r}"
-            if field[-1] == "?" and (not value or str(value).isspace()):
+            if field[-1] == "?" and (not value or value != value or str(value).isspace()):  # NaN is pandas' empty cell
                 continue
             if field == "messages" or (self.kind == "prompt" and field[-1] != "?" and isinstance(value, list)):
                 value = read_messages(value, what, self.unused)
@@ -131,16 +131,17 @@ def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, 
         for name, (_, fields) in FORMATS.items() if data_format in ("auto", name)
     }  # fmt: skip
 
-    def matches(name: str, wanted: Iterable[str]) -> int:
-        return len(set(wanted) & set(fits[name].values()))
+    def given(name: str) -> int:
+        """Return how many of the renamed columns the format takes."""
+        return len(renamed.keys() & {word for words in FORMATS[name][1].values() for word in words.split()})
 
-    name = max(fits, key=lambda name: (all(fits[name].values()), matches(name, renamed.values())))
+    name = max(fits, key=lambda name: (all(fits[name].values()), given(name)))
     if not all(fits[name].values()):
-        name = max(fits, key=lambda name: (matches(name, columns), name == "text"))
+        name = max(fits, key=lambda name: (len(set(columns) & set(fits[name].values())), name == "text"))
         raise missing_column(
             next(FORMATS[name][1][f].split()[0] for f, column in fits[name].items() if not column), columns
         )
-    if matches(name, renamed.values()) < len(set(renamed.values())):
+    if given(name) < len(renamed):
         raise DataError(
             f"--columns has more than the format {name} takes: {', '.join(fits[name])}. Name all, or fewer."
         )

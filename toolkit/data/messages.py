@@ -59,6 +59,8 @@ def _message(value: Any, name: str, unused: dict[str, None]) -> dict[str, Any]:
     # The templates' own names come first: where a message has two names of a field, theirs counts.
     for key, item in sorted(value.items(), key=lambda pair: pair[0] not in FIELDS.values()):
         field = FIELDS.get(key.strip().casefold())
+        if item != item:  # NaN: pandas' empty cell
+            continue
         if field and message.get(field) is None and (item is not None or field == "content"):
             message[field] = item
         elif not field and item is not None:
@@ -73,8 +75,16 @@ def _message(value: Any, name: str, unused: dict[str, None]) -> dict[str, Any]:
         calls = _parsed(calls, list | dict, f"{name}'s 'tool_calls'")
         calls = [calls] if isinstance(calls, dict) else calls
         message["tool_calls"] = [_tool_call(call, name) for call in calls]
-    content = read_text(message.pop("content", None), name)
-    empty = calls or (content == "" and (message["role"] in ("system", "tool") or "reasoning_content" in message))
+    content = message.pop("content", None)
+    if message["role"] == "tool" and not isinstance(content, str):  # a result in JSON, or none
+        parts = isinstance(content, list) and all(isinstance(part, str) or "type" in part for part in content)
+        content = content if parts else "" if content is None else json.dumps(content, ensure_ascii=False)
+    content = read_text(content, name)
+    empty = (
+        calls
+        or message["role"] == "tool"
+        or (content == "" and (message["role"] == "system" or "reasoning_content" in message))
+    )
     if content is not None or not empty:
         message["content"] = content if content in ("", None) and empty else check(content, str, f"{name}'s 'content'")
     if "reasoning_content" in message:  # templates read it under one of two names

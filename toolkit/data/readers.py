@@ -47,7 +47,7 @@ TEXT = (
 
 COMPRESSIONS = {
     rb"\x1f\x8b": "gzip",
-    rb"\x28\xb5\x2f\xfd": "zstd",
+    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": "zstd",
     rb"BZh\d(1AY&SY|\x17rE8P)": "bz2",
     rb"\xfd7zXZ": "xz",
 }
@@ -55,8 +55,12 @@ BINARIES = {rb"PAR1": "parquet", rb"ARROW1\0": "arrow", rb"\xff{4}": "arrow stre
 ENCODINGS = {rb"\xff\xfe\0\0": "utf-32", rb"\xff\xfe|\xfe\xff": "utf-16"}
 """Pattern of the first bytes → what follows."""
 
-CSV_ERRORS = {"end of data": "a quote is not closed", "new-line": "a carriage return ends a line"}
-"""Parts of the csv module's errors → what is wrong."""
+QUOTE = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
+CSV_ERRORS = {
+    "end of data": ("a quote is not closed", QUOTE),
+    "new-line": ("a carriage return ends a line", "Convert its line ends: tr '\\r' '\\n'"),
+}
+"""Parts of the csv module's errors → what is wrong, and what to do."""
 
 REFUSED = (
     (rb"PK\x03\x04.*?word/|\{\\rtf|\xd0\xcf\x11\xe0", "a document of a word processor (or an old workbook)", "Save it as text"),
@@ -119,8 +123,10 @@ def open_file(path: Path, file: Any, suffix: str, names: Sequence[str] = ()) -> 
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
     start = head.decode(encoding or "utf-8", "ignore").removeprefix("\ufeff")
     if suffix in PLAIN or suffix not in (*CSV, *JSON, *TEXT):
-        header = [cell.strip(" \"'").casefold() for cell in re.split("[\t,;|]", start.partition("\n")[0].strip())]
-        suffix = ".csv" if len(header) > 1 and set(header) <= set(names) else ".jsonl" if _holds_rows(start) else suffix
+        header, row = (re.split("[\t,;|]", line) for line in (start.strip() + "\n").split("\n")[:2])
+        known = {cell.strip(" \"'\r").casefold() for cell in header} <= set(names)
+        table = known and 1 < len(header) <= len(row)
+        suffix = ".csv" if table else ".jsonl" if _holds_rows(start) else suffix
     text = Text(path, stream, encoding or "utf-8-sig")
     if suffix in CSV:
         return _csv_table(text, suffix)
@@ -235,8 +241,8 @@ def _csv_table(text: Text, suffix: str) -> Table:
                 start = reader.line_num + 1 + skipped
                 written.clear()
         except csv.Error as error:
-            problem = next((text for part, text in CSV_ERRORS.items() if part in str(error)), f"malformed CSV: {error}")
-            cure = 'Quote a cell that contains the delimiter or a line break, and write " inside it as ""'
+            known = (pair for part, pair in CSV_ERRORS.items() if part in str(error))
+            problem, cure = next(known, (f"malformed CSV: {error}", QUOTE))
             raise DataError(f"{text.path}, line {start}: {problem}. {cure}.") from error
 
     rows = records()

@@ -112,7 +112,7 @@ def split_weights(source: str | Path | None) -> list[tuple[str | Path | None, fl
     if source is None or os.path.exists(expand_user(source)):  # a name too long for a file is none
         return [(source, 1.0)]
     parts: list[tuple[str | Path | None, float]] = []
-    for part in filter(None, str(source).split(",")):
+    for part in filter(None, map(str.strip, str(source).split(","))):
         name, _, weight = part.rpartition(":")
         weighted = re.fullmatch(r"\d*\.?\d+", weight) and name and not expand_user(part).exists()
         parts.append((name, float(weight)) if weighted else (part, 1.0))

@@ -133,6 +133,8 @@ class Encoder:
             remarks = each.remarks
             if special and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
                 ids, trained, remarks = ids[1:], trained[1:], [*remarks, "bos"]
+            if special and len(ids) > 1 and ids[-1] == ids[-2] == self.tokenizer.eos_token_id:
+                ids, trained = ids[:-1], trained[:-1]  # the text brings one, and the tokenizer adds one
             if each.closed and not each.text.rstrip().endswith(self.tokenizer.eos_token):
                 ids = self._with_eos(ids)
                 trained[len(ids) - 1 :] = [True]  # the tokenizer may have closed the text
@@ -156,9 +158,16 @@ class Encoder:
                 " completion."
             )
         tools = document.content.get("tools") or None
-        template = self.template or (
-            self.tokenizer.chat_template and str(self.tokenizer.get_chat_template(tools=tools))
-        )
+        try:
+            template = self.template or (
+                self.tokenizer.chat_template and str(self.tokenizer.get_chat_template(tools=tools))
+            )
+        except ValueError as error:  # several, and none is the default
+            names = ", ".join(self.tokenizer.chat_template)
+            raise DataError(
+                f"{document.where}: the tokenizer has the chat templates {names}, no default. Give one with"
+                " --chat-template FILE."
+            ) from error
         if not template:
             raise DataError(
                 f"{document.where}: has messages, and the tokenizer {self.tokenizer.name_or_path} has no chat template."

@@ -17,8 +17,8 @@ from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import host_memory
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import to_device
+from toolkit.engines.rank_calls import on_main
 from toolkit.engines.records import Prepared
-from toolkit.engines.timeouts import on_main
 from toolkit.exporters.folders import atomic_dir
 from toolkit.exporters.model_files import ModelFiles, check_export_space, skeleton, write_adapter
 from toolkit.exporters.results import (

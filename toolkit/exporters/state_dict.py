@@ -12,10 +12,10 @@ from toolkit.checkpoints.importers import Entry, Weights, safetensors_entries
 from toolkit.checkpoints.layout import Region
 from toolkit.core.errors import ModelError, RunError
 from toolkit.core.units import dtype_name
+from toolkit.engines.rank_calls import meet
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import BUFFER, MASTER, PARAMETER, Shard, copy, parts, whole_box
 from toolkit.engines.states import SEND_CHUNK
-from toolkit.engines.timeouts import meet
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.hf_loading import disk_tensors, first_names, read_pretrained
 

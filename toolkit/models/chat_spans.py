@@ -7,6 +7,7 @@ around an answer. A turn that both do not locate is `NotLocated`, and never gues
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Layout:
 
     prompt: str
     """The generation prompt. In a template without one: what follows a question, if that stands right before the answer."""
-    role: str
-    """What the prompt and the text before an answer have in common: without <think>."""
+    shorter: tuple[str, ...]
+    """Beginnings of the prompt up to a line break or an added token, the longest first: without <think>."""
     header: str
     """From a user's content to the answer."""
     end: str
@@ -53,6 +54,8 @@ class Layout:
     """The tokenizer's added tokens: markers of roles and ends."""
     call: str = ""
     """What ends a call of tools."""
+    opener: str = ""
+    """From the start of a turn that calls a tool to the tool's name."""
 
 
 def unique_contents(text: str, messages: Messages) -> Marks | None:
@@ -103,9 +106,9 @@ def read_marks(marked: str, mark: str, text: str) -> Marks | None:
 def dropped(messages: Messages, marks: Marks) -> Iterator[str]:
     """Yield remarks on what the template does not render: `reasoning`, `messages`."""
     answers = {index for index, message in enumerate(messages) if message.get("role") == "assistant"}
-    if any("r" not in marks[index] and _reasons(messages[index]) for index in answers & marks.keys()):
+    if any("r" not in marks.get(index, {}) and _reasons(messages[index]) for index in answers):
         yield "reasoning"
-    if any(_text(messages[index], "content") for index in answers - marks.keys()):
+    if any(_visible(messages[index]) for index in answers - marks.keys()):
         yield "answers"
     others = {index for index, message in enumerate(messages) if _text(message, "content")} - answers
     if others & marks.keys() and others - marks.keys():
@@ -125,11 +128,9 @@ def turns(text: str, messages: Messages, marks: Marks, layout: Layout) -> Iterat
             bound = min((place for places in later for place in places if place >= low), default=len(text))
             start, differs = _start(text, index, message, marks.get(index, {}), layout, low, bound)
             end = marks.get(index, {}).get("e")
-            low = _end(text, start, bound, message, end, layout, index == len(messages) - 1)
+            low = _end(text, start, bound, message, end, layout, index == len(messages) - 1, index)
             if low < start:
                 raise NotLocated(index)
-            if any(call["function"]["name"] not in text[start:low] for call in message.get("tool_calls") or ()):
-                raise NotLocated(f"{index} (its calls of tools are left out; some templates want its content as null)")
             yield index, ((start, low), differs)
         else:
             low = max(low, marks.get(index, {}).get("e", 0))
@@ -140,19 +141,30 @@ def _start(
 ) -> tuple[int, bool]:
     """Return where a model would begin to write: after the generation prompt, else at the content."""
     first, prompt = min(places.values(), default=-1), layout.prompt
-    visible = _text(message, "content").rpartition("</think>")[2]
-    if not places and (message.get("tool_calls") or not any(_text(message, name) for name in _FIELDS)):
-        if visible:
+    prompts = [each for each in (prompt, *layout.shorter) if each]
+    if not places and message.get("tool_calls"):  # nothing else is rendered
+        if _visible(message):
             raise NotLocated(f"{index} (its content is left out beside its calls of tools)")
-        for known in (prompt, layout.role, layout.header.rstrip(" ")):
-            if known and (at := text.find(known, low, bound)) >= 0:
+        name = text.find(message["tool_calls"][0]["function"]["name"], low, bound)
+        for known in (*prompts, layout.header.rstrip(" ")):
+            if known and (at := text.rfind(known, low, name)) >= 0:
                 return at + len(known), known != prompt and bool(prompt)
-        raise NotLocated(index)
+        if not (layout.opener and text.endswith(layout.opener, low, name)):
+            raise NotLocated(index)
+        return name - len(layout.opener), False
+    if not places and not any(_text(message, name) for name in _FIELDS):  # an empty answer
+        known = prompt or layout.header.rstrip(" ")
+        if not known or (at := text.find(known, low, bound)) < 0:
+            raise NotLocated(index)
+        return at + len(known), False
     if first < low:
         raise NotLocated(index)
     for more in (0, len(prompt) - 1):  # the content may begin with the end of the prompt: <think>
         if prompt and (at := text.rfind(prompt, low, first + more)) >= 0:
             return at + len(prompt), False
+    for known in prompts[1:]:
+        if (at := text.rfind(known, low, first)) >= 0 and not text[at + len(known) : first].strip():
+            return at + len(known), True
     content = str(message.get("content") or "")
     before, *_ = _margins(content if "s" in places else content.rpartition("</think>")[2])
     kept = text.endswith(layout.header[-3:] + before, low, first)  # a template may strip it
@@ -160,22 +172,70 @@ def _start(
 
 
 def _end(
-    text: str, start: int, bound: int, message: Mapping[str, Any], content: int | None, layout: Layout, last: bool
+    text: str,
+    start: int,
+    bound: int,
+    message: Mapping[str, Any],
+    content: int | None,
+    layout: Layout,
+    last: bool,
+    index: int,
 ) -> int:
     """Return where a turn ends, with its end token. -1: its place is open."""
     ends = [layout.tail, layout.end] if last else [layout.end]
     base = start if content is None else content
-    if message.get("tool_calls") and layout.call:
-        ends = [layout.call, *ends]
-    if not message.get("tool_calls"):
-        *_, after = _margins(str(message.get("content") or ""))
-        for known in (gap + end for end in ends for gap in (after, "")):
-            if text.startswith(known, base, bound):
-                return base + len(known)
+    if calls := message.get("tool_calls"):
+        base = _calls_end(text, base, bound, calls, index)
+        found = [(at, -len(end)) for end in (layout.call, *ends) if end and (at := text.find(end, base, bound)) >= 0]
+        return min(found)[0] - min(found)[1] if found else -1
+    *_, after = _margins(str(message.get("content") or ""))
+    for known in (gap + end for end in ends for gap in (after, "")):
+        if text.startswith(known, base, bound):
+            return base + len(known)
     if last and layout.tail and text.endswith(layout.tail, base):
         return len(text)
     marked = [end for end in ends if any(token in end for token in layout.tokens)]
     return max((at + len(end) for end in marked if (at := text.rfind(end, base, bound)) >= 0), default=-1)
+
+
+def _calls_end(text: str, start: int, bound: int, calls: Sequence[Mapping[str, Any]], index: int) -> int:
+    """Return a place behind the names and arguments of all calls.
+
+    Raises:
+        NotLocated: for a call that is not rendered whole.
+    """
+    end = at = start
+    for call in calls:
+        name = call["function"]["name"]
+        at = text.find(name, end, bound)
+        places = [_find_value(text, leaf, at, bound) for leaf in _leaves(call["function"]["arguments"])]
+        if at < 0 or min(places, default=0) < 0:
+            raise NotLocated(f"{index} (a call of {name} is left out)")
+        end = max([at + len(name), *places])
+    return end
+
+
+def _leaves(value: Any) -> Iterator[str | int]:
+    """Yield the texts and whole numbers in arguments: others may be written in several ways."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    elif isinstance(value, str | int) and not isinstance(value, bool):
+        yield value
+
+
+def _find_value(text: str, value: str | int, start: int, bound: int) -> int:
+    """Return where a value ends, as it is or as JSON writes it; -1 where it is not."""
+    spellings = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]) if isinstance(value, str) else ()
+    for spelled in (*spellings, str(value)):
+        if (at := text.find(spelled, start, bound)) >= 0:
+            return at + len(spelled)
+    return -1
+
+
+def _visible(message: Mapping[str, Any]) -> str:
+    """Return a message's content behind its reasoning, if it has more than whitespace."""
+    return _text(message, "content").rpartition("</think>")[2].strip()
 
 
 def _text(message: Mapping[str, Any], name: str) -> str:

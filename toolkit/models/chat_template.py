@@ -94,7 +94,7 @@ class ChatTemplate:
         if marks is not None and not marks and any(message.get("content") for message in messages):
             problem = "the chat template renders none of the texts"
             raise DataError(f"{where}: {problem}. Give another with --chat-template FILE.")
-        remarks = set(dropped(messages, marks or {}))
+        remarks = set() if marks is None else set(dropped(messages, marks))
         if not mask:
             if weightless:
                 problem = f"message {weightless[0]} has weight 0, and --no-mask-prompts trains everything"
@@ -222,8 +222,8 @@ class ChatTemplate:
             end = ends  # a question and an answer that a message follows end alike, the last answer does not
         if not prompt and header.startswith(asked) and not header[len(asked) :].strip():
             prompt = asked
-        role = next((prompt[:at] for at in reversed(self._borders(prompt)) if prompt[:at] in header), "")
-        return Layout(prompt, role, header, end, after, self._added)
+        shorter = tuple(prompt[:at] for at in reversed(self._borders(prompt)) if at < len(prompt))
+        return Layout(prompt, shorter, header, end, after, self._added)
 
     def _borders(self, text: str) -> list[int]:
         """Return where line breaks and added tokens end: markers begin alike."""
@@ -246,12 +246,19 @@ class ChatTemplate:
             )
         call = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
         if call is not None and "call" not in self._known:
-            self._known["call"] = ""
+            self._known["call"] = {}
             with contextlib.suppress(DataError):
                 ended = self._render(messages[: call + 1], "", **tools)
-                token = next((token for token in self._added if ended.rstrip().endswith(token)), "")
-                self._known["call"] = ended[ended.rindex(token) :] if token else ""
-        return turns(text, messages, marks, replace(layout, call=self._known.get("call", "")))
+                self._known["call"] = self._around_call(ended, messages[call], layout)
+        return turns(text, messages, marks, replace(layout, **self._known.get("call", {})))
+
+    def _around_call(self, text: str, message: Mapping[str, Any], layout: Layout) -> dict[str, str]:
+        """Return what a template writes around a call of tools that ends the text."""
+        token = next((token for token in self._added if text.rstrip().endswith(token)), "")
+        name = text.rfind(message["tool_calls"][0]["function"]["name"])
+        known = next((each for each in (layout.prompt, *layout.shorter) if each and text.rfind(each, 0, name) >= 0), "")
+        opener = text[text.rfind(known, 0, name) + len(known) : name] if known and not message.get("content") else ""
+        return {"call": text[text.rindex(token) :] if token else "", "opener": opener}
 
     def _generated(
         self, text: str, messages: Messages, tools: Mapping[str, Any], marks: Marks | None, end: bool
@@ -266,8 +273,7 @@ class ChatTemplate:
             if inside and messages[index].get("role") != "assistant":
                 raise NotLocated(f"{index} ({messages[index].get('role')}) would be trained")
         layout = self._layout(tools) if end else None
-        ends = [each.rstrip() for each in (layout.tail, layout.end)] if layout else []
-        ends = [each for each in ends if each.endswith(self._added)]
+        ends = [each.rstrip() for each in (layout.tail, layout.end) if each.strip()] if layout else []
         after = [next((len(each) for each in ends if text.startswith(each, last)), 0) for _, last in spans]
         return [(first, last + more) for (first, last), more in zip(spans, after, strict=True) if last > first]
 

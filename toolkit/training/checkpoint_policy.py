@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.core.atomic_io import append_line
 from toolkit.core.errors import CheckpointError, NotFinite
+from toolkit.engines.rank_calls import on_any_rank
 from toolkit.training.global_sums import StepRequest
 from toolkit.training.loop import Step
-from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import BYTES_OF, dtype_name
 from toolkit.engines.deferred import is_deferred
 from toolkit.engines.job import Job
+from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import MASTER, PARAMETER
-from toolkit.engines.timeouts import from_main
 from toolkit.models.hf_loading import first_names
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from toolkit.engines.adapters import (
 from toolkit.engines.base import engine_environment
 from toolkit.engines.fused_experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
+from toolkit.engines.rank_calls import from_main, on_main
 from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
-from toolkit.engines.timeouts import from_main, on_main
 from toolkit.models import NF4, ModelSpec
 from toolkit.models.hf_loading import (
     LONG,

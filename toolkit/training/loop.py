@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.randomness import read_generators, write_generators
 from toolkit.config.flags import by_name
-from toolkit.config.tables import OPTIMIZERS
-from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.losses import loss_kind, shift_labels
-from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StepResult
 from toolkit.training.global_sums import GlobalSums, HostCopy, StepRequest
 
 if TYPE_CHECKING:
     import torch
-    from torch.optim.lr_scheduler import LambdaLR
 
     Batch = Mapping[str, torch.Tensor]
 
@@ -61,39 +57,6 @@ class Step:
     def stops(self) -> bool:
         """Whether the run ends after this step."""
         return StepRequest.STOP in self.request
-
-
-def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: bool = True) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters.
-
-    Args:
-        model: with all its parameters.
-        train_config: names the optimizer, and its numbers.
-        fused: use torch's fused kernels, which need no temporaries. Not under fp16's GradScaler: Accelerate sees a skipped
-            step only where it does not call the optimizer.
-    """
-    import torch
-
-    assert train_config.lr is not None, "a resolved TrainConfig has a learning rate"
-    groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
-    optimizer_class = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
-    optimizer: torch.optim.Optimizer = optimizer_class(
-        [{"params": group} for group in groups],
-        lr=train_config.lr,
-        betas=(train_config.beta1, train_config.beta2),
-        eps=train_config.eps,
-        weight_decay=train_config.weight_decay,
-        fused=fused or None,
-    )
-    return optimizer
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, train_config: TrainConfig) -> LambdaLR:
-    """Return the scheduler of `TrainConfig`: a rise over `warmup` steps to `lr`, then its curve, down to `min_lr`."""
-    from torch.optim.lr_scheduler import LambdaLR
-
-    # torch stores the attributes of a bound method's owner with the schedule; a function has none.
-    return LambdaLR(optimizer, lambda done: train_config.rate_factor(done))
 
 
 @by_name

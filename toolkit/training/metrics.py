@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
+from toolkit.engines.rank_calls import on_any_rank
 from toolkit.engines.records import Prepared
 from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.loop import Step, shifted, trained_tokens
-from toolkit.training.setup import on_any_rank
 
 if TYPE_CHECKING:
     from toolkit.engines.job import Job

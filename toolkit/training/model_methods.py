@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from toolkit.core.errors import StrategyError
+from toolkit.engines.rank_calls import meet
 from toolkit.engines.states import holds_parts
-from toolkit.engines.timeouts import meet
 from toolkit.exporters.state_dict import whole_state_dict
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
 from toolkit.engines.adapters import quantization
 from toolkit.engines.job import Job
+from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
-from toolkit.engines.timeouts import from_main
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import read_pretrained
 from toolkit.run_folder.folder import Folder

@@ -31,6 +31,7 @@ from toolkit.core.process_lifecycle import StopSignal
 from toolkit.data import eval_batches, spell_samples
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
+from toolkit.engines.rank_calls import on_any_rank
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, try_save, verify
@@ -52,7 +53,7 @@ from toolkit.training.resumption import (
     record_attempt,
     resume_hint,
 )
-from toolkit.training.setup import accelerator, on_any_rank, seed_everything
+from toolkit.training.setup import accelerator, seed_everything
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -20,7 +20,7 @@ from toolkit.core.errors import RunError, StrategyError
 from toolkit.core.redaction import MARK
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import Hardware
-from toolkit.engines.timeouts import on_main
+from toolkit.engines.rank_calls import on_main
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.training.preflight import Preflight, versions

@@ -320,13 +320,3 @@ def seed_everything(accelerator: Accelerator) -> None:
 
     job = job_of(accelerator)
     set_seed(job.train_config.seed + job.coordinates(accelerator.process_index).dp_rank)
-
-
-def on_any_rank(here: bool) -> bool:
-    """Return whether `here` is true on any rank. A collective."""
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import reduce
-
-    flag = torch.tensor(float(here), device=PartialState().device)
-    return bool(reduce(flag, reduction="sum").item())

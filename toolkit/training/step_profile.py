@@ -27,7 +27,8 @@ from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
 from toolkit.measurement.window import STEPS
 from toolkit.training.loading import load
-from toolkit.training.loop import Step, make_optimizer, make_schedule, train
+from toolkit.training.loop import Step, train
+from toolkit.training.optimizers import make_optimizer, make_schedule
 from toolkit.training.preflight import Preflight, run_preflight, with_forecast
 from toolkit.training.preparation import Audit, audit, prepare, prepared
 from toolkit.training.setup import accelerator, seed_everything

@@ -14,10 +14,11 @@ from toolkit.engines.deferred import broadcast, defer, end_deferral
 from toolkit.engines.fsdp.simulation import FSDPForecast
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
+from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
 from toolkit.engines.states import can_stream, persistent_buffers
-from toolkit.engines.timeouts import from_main, handlers
+from toolkit.engines.timeouts import handlers
 from toolkit.engines.upstream import patched, shard_with_fsdp, ties_kept
 from toolkit.models.hf_loading import first_names, set_tensor
 
