@@ -260,6 +260,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "other fields of messages": (
         {"messages": [{**TURNS[0], "id": 7, "note": None}, TURNS[1]]}, CHAT, "not used in messages: id",
     ),
+    "pandas' empty cells": (
+        {"instruction": "q", "input": float("nan"), "output": "a", "system": float("nan")}, CHAT, "format alpaca",
+    ),
+    "a result in JSON": (
+        {"messages": [*TURNS, {"role": "tool", "content": {"t": 20}}, {"role": "tool", "content": None}]},
+        [*CHAT, ("tool", '{"t": 20}'), ("tool", "")], "format messages",
+    ),
     "nulls": ({"system": None, "tools": None, "messages": [{**turn, "name": None} for turn in TURNS]}, CHAT, "format messages"),
 }  # fmt: skip
 
@@ -286,6 +293,12 @@ def test_columns_that_the_user_names(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError, match=expected):
             read(path, columns=columns)
+    pair = write(tmp_path / "c.jsonl", [{"prompt": "p", "completion": "c"}])
+    assert contents(pair, text_column="completion") == contents(pair, columns="text=completion") == ["c"]
+    plain = write(tmp_path / "d.txt", "a")
+    for options in ({"data_format": "messages"}, {"columns": "prompt=q,completion=a"}):
+        with pytest.raises(DataError, match=r"d\.txt: is text without columns"):
+            read(plain, **options)
     both = write(tmp_path / "b.jsonl", [{"text": "t", "messages": TURNS}])
     assert contents(both) == [CHAT]
     assert contents(both, data_format="text") == ["t"]
@@ -379,7 +392,14 @@ def test_rows_are_found_in_a_file_without_a_telling_suffix(tmp_path: Path) -> No
         assert contents(write(tmp_path / name, b"\xef\xbb\xbf" + json.dumps({"text": "b"}).encode())) == ["b"]
         assert contents(write(tmp_path / name, json.dumps({"text": "b"}).encode("utf-16"))) == ["b"]
         assert contents(write(tmp_path / name, "Prompt\tcompletion\na\tb\n".encode("utf-16"))) == [("a", "b")]
-        for text in ('{"a": 1} is an object.\nb', '[{"a": 1}]\nb', "prompt, please\nb", "ID3 is a tag", "RIFF raff"):
+        for text in (
+            '{"a": 1} is an object.\nb',
+            '[{"a": 1}]\nb',
+            "prompt, please\nb",
+            "Input; output\nor not",
+            "ID3 is a tag",
+            "RIFF raff",
+        ):
             assert contents(write(tmp_path / name, text)) == [text]
         assert contents(write(tmp_path / name, json.dumps([{"text": "b"}], indent=1))) == ["b"]
         assert contents(write(tmp_path / name, "{a: b}")) == ["{a: b}"]

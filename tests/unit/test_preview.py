@@ -56,6 +56,8 @@ def test_preview(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(capsys.readouterr().out)
     assert written["rows"] == result.rows
     assert {"format", "counts", "rows"} <= written.keys()
+    short = tk.preview("embedded", chats, chat_template=CHATML, seq_len=16, too_long="drop")
+    assert "No row has a trained token" in short.warnings[-1]
     with pytest.raises(DataError, match="line 1: has messages, and the tokenizer"):
         tk.preview("embedded", chats)
 

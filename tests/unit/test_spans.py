@@ -522,6 +522,14 @@ CALLS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
         ['<think>\nhm\n</think>\n\n<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n',
          "<think>\n\n</think>\n\nno<|im_end|>\n"],
     ),
+    "an empty result": (
+        QWEN_25, [*CALLING[:2], {"role": "tool", "content": ""}, *CALLING[3:]],
+        ['<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n', "no<|im_end|>\n"],
+    ),
+    "two messages with a call each": (
+        QWEN_25, [*CALLING[:2], *CALLING[1:]],
+        [*['<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n'] * 2, "no<|im_end|>\n"],
+    ),
     "no text without tools": (
         "{% if tools|length %}{% endif %}" + QWEN_25, CALLING,
         ['<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n', "no<|im_end|>\n"],
@@ -546,9 +554,28 @@ def test_texts_and_tools_that_a_template_leaves_out() -> None:
     beside = [*chat("hi"), {"role": "assistant", "content": "See.", "tool_calls": [GET]}]
     with pytest.raises(DataError, match=r"message 1 \(its content is left out beside its calls of tools"):
         encode({"messages": beside}, HARMONY)
+    rome = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
+    both = [CALLING[0], {**CALLING[1], "tool_calls": [GET, rome]}, *CALLING[2:]]
+    with pytest.raises(DataError, match=r"message 1 \(a call of get is left out"):
+        encode({"messages": both}, HARMONY)
+    thought = [CALLING[0], {**CALLING[1], "reasoning_content": "hm"}, *CALLING[2:]]
+    assert encode({"messages": thought}, QWEN_25).remarks == ["reasoning"]
     silent = HARMONY.replace("if 'tool_calls' in m", "if m.content is none")
     with pytest.raises(DataError, match=r"message 1 \(a call of get is left out"):
         encode({"messages": CALLING}, silent + "{# tool_calls #}")
+
+
+def test_blanks_before_an_answer_are_trained() -> None:
+    """Also where the generation prompt opens <think>, and the text before the answer does not."""
+    code = chat("hi", "    indented code", "why", "no")
+    assert trained(encode({"messages": code}, THINK_PROMPT)) == ["    indented code<|im_end|>\n", "no<|im_end|>\n"]
+
+
+def test_chat_templates_without_a_default() -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = {"rag": CHATML, "other": CHATML}
+    with pytest.raises(DataError, match="chat templates rag, other, no default"):
+        encode({"messages": TWO}, None, tokenizer)
 
 
 def test_the_first_token_stands_once() -> None:
@@ -561,6 +588,10 @@ def test_the_first_token_stands_once() -> None:
     assert text.remarks == pair.remarks == ["bos"]
     assert pair.ids.count(2) == 1, "the end is not added behind a line break"
     assert len(text.trained) == len(text.ids)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
+    assert list(encode({"text": "hi</s>"}, None, tokenizer).ids).count(2) == 1
 
 
 # Prompt and completion ---------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class StepLog:
 
         self._folder, self._samples, self._attempt = folder, samples, attempt
         self._steps, self._main = job.train_config.total_steps, main
+        self._bytes = "RSS" if job.device.kind == "cpu" else "allocated"
         self._bar = tqdm(
             total=self._steps,
             initial=start,
@@ -64,8 +65,7 @@ class StepLog:
         self._folder.append_event({**fields, "attempt": self._attempt, "samples": samples})
         sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]
         speed, size = f"{step.tokens / step.seconds:,.0f} tokens/s", format_bytes(max(sizes, default=0))
-        kind = "RSS" if self._run.job.device.kind == "cpu" else "allocated"
-        self._bar.set_postfix_str(f"loss {step.loss:.4f}, {speed}, {kind} {size} a rank", refresh=False)
+        self._bar.set_postfix_str(f"loss {step.loss:.4f}, {speed}, {self._bytes} {size} a rank", refresh=False)
         self._bar.update()
         if step.skipped:
             self._bar.write(f"step {step.step}: fp16 overflowed, and the step was skipped")
