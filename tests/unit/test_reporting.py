@@ -351,13 +351,13 @@ def test_the_end_of_a_training_is_told_in_a_few_lines(tmp_path: Path) -> None:
     run = runs.write(
         tmp_path / "run",
         events,
-        found=runs.about(finished=timestamp(), export=export, data=data),
+        found=runs.about(finished=timestamp(), export=export, data=data) | {"planned_steps": 40},
         memory=runs.memory(),
     )
     figures, saved, load, generate = summarize(tk.report(run.path)).splitlines()
     for words in (
         "loss 3.9500 → 3.0000, evaluation loss 3.5000, lowest 3.0000, ",
-        " tokens/s, 20 steps in ",
+        " tokens/s, ended early, of 40 steps, 20 steps in ",
         " s, 2.00 epochs, peak of a rank ",
         "MiB, forecast 130.0 MiB",
     ):

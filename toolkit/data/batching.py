@@ -109,6 +109,8 @@ def check_batch(rows: Rows, train_config: TrainConfig, *, dp_size: int) -> None:
             f" {rows.seq_len}, and one global batch takes {size} (micro_batch {train_config.micro_batch} × accumulation"
             f" {train_config.accumulation} × {dp_size} data-parallel ranks)."
             " Give more, or lower --micro-batch, --accumulation or --seq-len."
+            + " With --no-packing each document is a row."
+            * (rows.documents > rows.count)
         )
 
 

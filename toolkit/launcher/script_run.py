@@ -100,10 +100,10 @@ def host(path: Path, target: Target) -> int:
             try:
                 _run(folder, target)
             except SystemExit as error:
-                if error.code in (None, 0):
-                    return 0
+                if error.code is None or isinstance(error.code, int):
+                    return error.code or 0
                 print(error.code, file=sys.stderr)
-                return error.code if isinstance(error.code, int) else 1
+                return 1
             except BaseException as error:
                 traceback.print_exc()
                 folder.record_error(rank, error)

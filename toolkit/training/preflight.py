@@ -126,7 +126,7 @@ def run_preflight(
     reading = {name: getattr(run_config, name) for name in ("text_column", "columns", "data_format")}
     contents = {}
     for name, path in unread.items():
-        with _naming_flag(name, path):
+        with _naming_flag(name, run_config):
             contents[name] = ingest(path, seed=train_config.seed, **reading)
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
@@ -135,7 +135,7 @@ def run_preflight(
     require_weights(spec)
     tokenizer = load_tokenizer(spec)
     for name, each in contents.items():
-        with _naming_flag(name, paths[name]):
+        with _naming_flag(name, run_config):
             rows[name] = prepare_data(
                 each,
                 tokenizer,
@@ -178,13 +178,15 @@ def run_preflight(
 
 
 @contextlib.contextmanager
-def _naming_flag(name: str, path: str) -> Iterator[None]:
-    """Name --eval-data in the messages about its data; they are written for --data."""
+def _naming_flag(name: str, run_config: RunConfig) -> Iterator[None]:
+    """Name --eval-data in the messages about its data: they are written for --data, and for the embedded model."""
     try:
         yield
     except DataError as error:
         if name == "data":
-            raise
+            end = ", or leave --data out" * (run_config.model != EMBEDDED)
+            raise DataError(str(error).replace(end, "")) from error
+        path = str(run_config.eval_data)
         text = re.sub(r"^data ", "", re.sub(r"--data(?![\w-])", "--eval-data", str(error)))
         raise DataError(f"--eval-data {'' if text.startswith(path) else f'{path}: '}{text}") from error
 
