@@ -126,7 +126,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "data described": ("describe {things}/chat.jsonl", ["is a data file", "`toolkit train --data {things}/chat.jsonl`"]),
     "data planned": ("plan {things}/chat.jsonl", ["is a data file", "`toolkit preview MODEL {things}/chat.jsonl`"]),
     "data and model": ("preview {things}/chat.jsonl gpt2", ["is a data file", "`toolkit preview MODEL {things}/chat.jsonl`"]),
-    "no data for a model": ("train --model gpt2 --data nothing.jsonl", ["nothing.jsonl: no such file or folder. Give a path that exists."]),
+    "no data for a model": ("train --model gpt2 --data nothing.jsonl", ["file or folder. Give a path that exists."]),
     "program as held-out data": ("train --data a.jsonl --eval-data b.py", ["eval_data 'b.py' is a program"]),
     "one program of several": ("train --data a.jsonl,b.py:0.3", ["data 'b.py' is a program"]),
     "program as data": ("train --data train.py", ["'train.py' is a program", "`toolkit launch train.py`", ".txt"]),
