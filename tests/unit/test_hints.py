@@ -233,6 +233,7 @@ def test_python_has_the_same_hints(fields: dict[str, Any], said: str) -> None:
             lambda: tk.Strategy(lora_rank=16),
             "lora_rank 16: without effect, since adapter is not given. Give --adapter too",
         ),
+        (lambda: tk.TrainConfig(num_train_epochs=3, foo=1), "Here it is epochs=3. foo has no meaning here."),
         (lambda: tk.RunConfig(output_dir="x"), "tk.launch has it: run_dir='x'."),
         (lambda: tk.RunConfig(max_seq_length=128), "tk.TrainConfig has it: seq_len=128."),
         (lambda: tk.preview("embedded", "embedded", max_seq_length=128), "seq_len=128."),

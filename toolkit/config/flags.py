@@ -326,7 +326,7 @@ def unknown_names(
     if rest := {name: value for name, value in fields.items() if name not in known}:
         text += f" tk.launch has it: {_arguments(rest)}."
     text += spell_notes(meaning)
-    text += "".join(nearest(name, known) for name in meaning.unknown)
+    text += "".join(nearest(name, known) or f" {name} has no meaning here." * bool(text) for name in meaning.unknown)
     text = text or f" Known: {', '.join(known)}."
     return UnknownName(f"{where} {', '.join(map(repr, names))}.{text}")
 
