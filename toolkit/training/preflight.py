@@ -18,6 +18,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import DataError, StrategyError, value_or
 from toolkit.data import (
+    Contents,
     Rows,
     batches,
     check_batch,
@@ -116,6 +117,8 @@ def run_preflight(
     """
     if device.kind == "cpu":
         set_deepspeed_cpu()
+    if prepared is None:
+        _refuse_without_adapter(strategy)
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes = json.loads(prepared) if prepared else ({}, [])
@@ -136,19 +139,7 @@ def run_preflight(
     tokenizer = load_tokenizer(spec)
     for name, each in contents.items():
         with _naming_flag(name, run_config):
-            rows[name] = prepare_data(
-                each,
-                tokenizer,
-                spec,
-                seq_len=resolved.train_config.seq_len,
-                mask_prompts=run_config.mask_prompts,
-                chat_template=run_config.chat_template,
-                packing=None if run_config.packing else False,
-                attention=resolved.strategy.attention,
-                train_on=run_config.train_on,
-                add_end_token=run_config.add_end_token,
-                too_long=run_config.too_long,
-            )
+            rows[name] = _rows(each, tokenizer, resolved, run_config)
         notes += [f"{name}: {each.notes}"] if each.notes else []
     if run_config.chat_template:  # saved with the model, which answers prompts in its form alone
         tokenizer.chat_template = read_template(run_config.chat_template)
@@ -156,10 +147,6 @@ def run_preflight(
         encode(tokenizer, spec, run_config.sample)
         if not run_config.eval_every:
             notes.append("sample: printed after the last step alone; --eval-every N prints one every N steps")
-    if prepared is None and strategy.adapter == "none":
-        for name, value in differing(strategy).items():
-            if name.startswith("lora_"):
-                raise StrategyError(f"{name} {value}: without effect, since adapter is none. Give --adapter lora too.")
     data = rows["data"]
     assert data is not None, "the data were prepared by the parent, or read here"
     dp_size = resolved.parallelism.dp_size
@@ -175,6 +162,30 @@ def run_preflight(
         ]
         notes += _summary(data, resolved)
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
+
+
+def _refuse_without_adapter(strategy: Strategy) -> None:
+    for name, value in differing(strategy).items() if strategy.adapter == "none" else ():
+        if name.startswith("lora_"):
+            raise StrategyError(f"{name} {value}: without effect, since adapter is none. Give --adapter lora too.")
+
+
+def _rows(contents: Contents, tokenizer: Any, job: Job, run_config: RunConfig) -> Rows:
+    """Tokenize what was read."""
+    assert job.spec is not None
+    return prepare_data(
+        contents,
+        tokenizer,
+        job.spec,
+        seq_len=job.train_config.seq_len,
+        mask_prompts=run_config.mask_prompts,
+        chat_template=run_config.chat_template,
+        packing=None if run_config.packing else False,
+        attention=job.strategy.attention,
+        train_on=run_config.train_on,
+        add_end_token=run_config.add_end_token,
+        too_long=run_config.too_long,
+    )
 
 
 @contextlib.contextmanager
