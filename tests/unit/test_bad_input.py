@@ -26,8 +26,8 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError
-from toolkit.core.process_lifecycle import StopSignal
 from toolkit.core.redaction import MARK
+from toolkit.core.stopping import StopSignal
 from toolkit.core.units import timestamp
 from toolkit.devices.machine import hardware
 from toolkit.engines.registry import PLUGINS, import_plugins

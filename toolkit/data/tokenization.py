@@ -21,7 +21,8 @@ from toolkit.config.run_config import TRAIN_ON
 from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
-from toolkit.core.process_lifecycle import begin_child, hold_signals
+from toolkit.core.process_lifecycle import begin_child
+from toolkit.core.stopping import hold_signals
 from toolkit.data.files import Document
 from toolkit.data.ingestion import Batch, Contents
 from toolkit.models.chat_template import ChatTemplate, Rendered

@@ -12,7 +12,8 @@ from typing import Any
 
 from toolkit.core.atomic_io import read_events, write_or_explain
 from toolkit.core.errors import ToolkitError, value_or
-from toolkit.core.process_lifecycle import SAFE_PATH, StopSignal
+from toolkit.core.process_lifecycle import SAFE_PATH
+from toolkit.core.stopping import StopSignal
 from toolkit.launcher.failures import RankHung, as_raised, failure
 from toolkit.launcher.heartbeat_monitor import HeartbeatMonitor
 from toolkit.launcher.processes import is_redaction, kill_run, run_processes, send

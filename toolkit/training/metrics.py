@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from toolkit.core.process_lifecycle import StopSignal
+from toolkit.core.stopping import StopSignal
 from toolkit.core.units import format_bytes
 from toolkit.data import hash_ids
 from toolkit.engines.rank_calls import on_any_rank

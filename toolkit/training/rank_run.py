@@ -27,7 +27,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_events, write_json
 from toolkit.core.errors import is_out_of_memory
 from toolkit.core.phases import phase
-from toolkit.core.process_lifecycle import StopSignal
+from toolkit.core.stopping import StopSignal
 from toolkit.data import eval_batches, spell_samples
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
