@@ -18,6 +18,7 @@ from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result, Table
 from toolkit.core.redaction import redact, visible
+from toolkit.core.units import ceil_div
 
 if TYPE_CHECKING:
     from toolkit.data.files import Document
@@ -137,6 +138,8 @@ def preview(
         add_end_token=config.add_end_token,
     )
     encoded, counts = list(encoder.encode(sample)), Counts()
+    if spec.kind == "seq2seq":
+        encoded = [_halved(document, seq_len) for document in encoded]
     size: dict[str, Any] = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id}
     rows = sum(1 for _ in pack_rows(encoded, counts, kind=spec.kind, too_long=config.too_long, **size))
     figures = {name: value for name, value in vars(counts).items() if name != "remarks"}
@@ -178,6 +181,16 @@ def _model(
     packing = None if config.packing and not quick else False
     packed = check_request(tokenizer, spec, seq_len, packing, attention)
     return spec, tokenizer, packed or (config.packing and quick is not None)  # well-known models keep documents apart
+
+
+def _halved(document: Encoded, seq_len: int) -> Encoded:
+    """Mark what an encoder-decoder learns of a text: of each 2 × `seq_len` tokens the second half (`packing.pack_rows`)."""
+    if document.atomic:
+        return document
+    size = len(document.ids)
+    lengths = [min(2 * seq_len, size - start) for start in range(0, size, 2 * seq_len)]
+    halves = [[False] * ceil_div(length, 2) + [True] * (length // 2) for length in lengths]
+    return dataclasses.replace(document, trained=list(chain.from_iterable(halves)))
 
 
 def _row(document: Encoded, tokenizer: Any) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from toolkit.cli import main
 from toolkit.config.run_config import RunConfig
 from toolkit.core.errors import DataError, ModelError, StrategyError
 from toolkit.data import embedded_tokenizer, ingest
+from toolkit.data.packing import Counts, pack_rows
+from toolkit.data.tokenization import Encoded
+from toolkit.data_preview import _halved
 from toolkit.models.hf_loading import TOKENIZERS, load_tokenizer
 from toolkit.models.resolution import embedded_config
 
@@ -60,6 +63,15 @@ def test_preview(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No row has a trained token" in short.warnings[-1]
     with pytest.raises(DataError, match="line 1: has messages, and the tokenizer"):
         tk.preview("embedded", chats)
+
+
+def test_of_a_text_an_encoder_decoder_learns_the_second_halves() -> None:
+    text = Encoded(ids=range(11), trained=[True] * 11)
+    assert _halved(text, 4).trained == [False] * 4 + [True] * 4 + [False] * 2 + [True]
+    rows = pack_rows([text], Counts(), kind="seq2seq", packed=False, seq_len=4, pad=0)
+    assert [token for row in rows for token in row["labels"] if token >= 0] == [4, 5, 6, 7, 10]
+    pair = Encoded(ids=[1, 2], trained=[False, True], atomic=True, split=1)
+    assert _halved(pair, 4) is pair
 
 
 def test_a_preview_takes_what_the_weights_say(tmp_path: Path) -> None:
