@@ -1,7 +1,7 @@
 # make demo    trains one model under six strategies, two processes each, and prints one table
 # make test    make check, then every test that this machine can run
 # make grid    hundreds of runs and their forecasts, in hours; it continues where it was stopped. make test repeats a sample
-# make check   style, types, layers
+# make check   style, types, layers, words, budgets of code lines
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 # make screenshots   make the pictures of README: JupyterLab in the system's Chromium
 #
@@ -33,6 +33,7 @@ check: .venv/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	.ci/check-words
+	$(BIN)/python .ci/check-size
 
 # A run that benchmarks/results holds for these versions and this machine is not repeated; each row has its commit.
 grid: .venv/.installed
