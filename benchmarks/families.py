@@ -171,7 +171,7 @@ def possible(
     specs: Mapping[tuple[str, str], ModelSpec], adapters: Collection[str] = ("none", "lora", "qlora")
 ) -> tuple[list[Case], Counter[str]]:
     """Every case of these models and adapters that some engine can run, and the refusals of the others, with how many."""
-    from toolkit.engines.adapters import check_quantized
+    from toolkit.transforms.adapters import check_quantized
 
     device, cases, refused = hardware().device, [], Counter[str]()
     for values in itertools.product(*AXES.values()):

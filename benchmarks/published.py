@@ -24,10 +24,10 @@ from published_runs import ARTICLE_HOST, BEYOND, Largest, Published, accelerate_
 import toolkit as tk
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes
-from toolkit.engines import adapters
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting import forecast_job
 from toolkit.forecasting.result import Forecast
+from toolkit.transforms import adapters
 
 SMOKE = ("SmolLM2-135M, LoRA, eager, 1 x 4,096, T4", "GPT-2 10B, ZeRO-2, optimizer offloaded, 1 x V100 32 GB")
 """Runs with a forecast in seconds, and with every kind of figure but the host's."""

@@ -33,7 +33,7 @@ PACKAGE = Path(toolkit.__file__).parent
         "engines/fsdp/simulation.py",
         "models/spec.py",
         "forecasting/tracker.py",
-        "engines/adapters.py",
+        "transforms/adapters.py",
         "config/tables.py",
     ],
 )

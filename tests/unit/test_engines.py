@@ -21,7 +21,6 @@ from toolkit.config.strategy import Strategy, catalog
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
-from toolkit.engines.adapters import adapt
 from toolkit.engines.deepspeed.simulation import _Buckets
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
 from toolkit.engines.fsdp.simulation import _groups
@@ -36,6 +35,7 @@ from toolkit.training.given_weights import GivenWeights
 from toolkit.training.model_checks import check_optimizers
 from toolkit.training.preparation import audit
 from toolkit.training.setup import accelerator, agree
+from toolkit.transforms.adapters import adapt
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 MiB = 1024**2

@@ -26,13 +26,13 @@ from toolkit import cli
 from toolkit.checkpoints import CheckpointWriter, identify, read_manifest
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, ModelError, RunError, ToolkitError
-from toolkit.engines.adapters import keep_packing
 from toolkit.exporters import export, model_files, offline, save
 from toolkit.exporters.folders import atomic_dir, opened_source
 from toolkit.exporters.state_dict import full_state
 from toolkit.models import describe
 from toolkit.models.hf_loading import load_tokenizer
 from toolkit.training.loop import train
+from toolkit.transforms.adapters import keep_packing
 
 STEPS = 2
 WHOLE = ("llama", "tied", "mixtral", "deepseek", "t5", "llava")

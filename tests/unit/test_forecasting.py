@@ -25,7 +25,6 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import ModelError
 from toolkit.core.units import GiB
 from toolkit.data.rows import column_names
-from toolkit.engines.adapters import check_quantized
 from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.resolution import resolve
 from toolkit.engines.states import checkpoint_bytes
@@ -41,6 +40,7 @@ from toolkit.forecasting.traces import split_segments, trace_of
 from toolkit.forecasting.tracing import trace
 from toolkit.forecasting.tracker import Tracker
 from toolkit.models import ModelSpec
+from toolkit.transforms.adapters import check_quantized
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 FP32 = TraceConfig(weights="float32", autocast=None, attention="sdpa", checkpointing=True, masked=False, device="cpu")

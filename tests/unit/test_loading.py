@@ -28,8 +28,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
 from toolkit.engines import fsdp
-from toolkit.engines.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
-from toolkit.engines.fused_experts import packed_experts, unpack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.models import describe, embedded_config, hf_loading
@@ -38,6 +36,8 @@ from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training import streamed_weights
 from toolkit.training.loading import Reader, load
 from toolkit.training.setup import accelerator as make
+from toolkit.transforms.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
+from toolkit.transforms.fused_experts import packed_experts, unpack_experts
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

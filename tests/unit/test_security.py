@@ -425,7 +425,7 @@ def get_kernel(*words, **more):
 """
 QUIET = """
 import sys
-from toolkit.engines.adapters import import_bitsandbytes
+from toolkit.transforms.adapters import import_bitsandbytes
 import_bitsandbytes()
 import peft
 import bitsandbytes.backends.cpu.ops

@@ -72,7 +72,7 @@ def cache_file(kind: str, key: bytes) -> Path:
     return cache_folder(kind) / f"{digest}.json"
 
 
-TRACING = ("config", "engines", "forecasting", "models")
+TRACING = ("config", "engines", "forecasting", "models", "transforms")
 """The packages that describe and trace."""
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis.result import Outcome
-from toolkit.engines.adapters import import_bitsandbytes
 from toolkit.models.files import first_line
+from toolkit.transforms.adapters import import_bitsandbytes
 
 EXTRAS = {"deepspeed": "[deepspeed]", "bitsandbytes": "[qlora]"}
 

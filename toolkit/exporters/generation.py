@@ -16,13 +16,13 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_json
 from toolkit.core.errors import ModelError, RunError, ToolkitError, value_or
 from toolkit.data import resolve_spec
-from toolkit.engines.adapters import require_libraries
 from toolkit.engines.job import Job
 from toolkit.exporters.verification import reopen, reopen_whole, single_process_job
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.files import first_line, local_folder
 from toolkit.models.hf_loading import LONG, load_tokenizer, quiet_bars
 from toolkit.run_folder.run_json import read_run_json
+from toolkit.transforms.adapters import require_libraries
 
 TOKENS, SAMPLE_TOKENS = 256, 64
 """The most new tokens of an answer, unless asked for more, and of a sample in a training."""

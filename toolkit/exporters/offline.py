@@ -20,8 +20,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
 from toolkit.core.units import BYTES_OF, dtype_name, format_bytes
-from toolkit.engines.adapters import adapt, quantized_modules
-from toolkit.engines.fused_experts import unpack_experts
 from toolkit.engines.job import Job
 from toolkit.exporters.folders import Source, atomic_dir, check_target, opened_source
 from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs, write_adapter
@@ -49,6 +47,8 @@ from toolkit.exporters.verification import (
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.files import cached
 from toolkit.models.hf_loading import LONG, load_tokenizer, quiet_bars
+from toolkit.transforms.adapters import adapt, quantized_modules
+from toolkit.transforms.fused_experts import unpack_experts
 
 if TYPE_CHECKING:
     from peft import PeftModel

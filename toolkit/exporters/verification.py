@@ -17,8 +17,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import hardware, host_memory
-from toolkit.engines.adapters import import_bitsandbytes, keep_packing, quantization, set_compute_dtype
-from toolkit.engines.fused_experts import pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import resolve_precision
@@ -33,6 +31,8 @@ from toolkit.models.hf_loading import (
     read_pretrained,
     without_engine,
 )
+from toolkit.transforms.adapters import import_bitsandbytes, keep_packing, quantization, set_compute_dtype
+from toolkit.transforms.fused_experts import pack_experts
 
 if TYPE_CHECKING:
     import torch

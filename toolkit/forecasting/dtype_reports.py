@@ -15,12 +15,12 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import Hardware
-from toolkit.engines.adapters import read_dtype
 from toolkit.engines.job import Job
 from toolkit.engines.states import optimizer_bytes, parameters_of
 from toolkit.forecasting.finished_run import read_finished_run
 from toolkit.forecasting.prediction import resolve_request
 from toolkit.models import ModelSpec
+from toolkit.transforms.adapters import read_dtype
 
 STAGES = ("loading", "preparation", "compute", "reduction", "optimizer", "checkpoint")
 """In the order of a run."""

@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from toolkit.engines.adapters import import_bitsandbytes
 from toolkit.engines.traces import TraceConfig
 from toolkit.forecasting.traced_model import QUANTIZED
+from toolkit.transforms.adapters import import_bitsandbytes
 
 if TYPE_CHECKING:
     import torch

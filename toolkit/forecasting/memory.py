@@ -11,7 +11,6 @@ from typing import TypeVar
 from toolkit.config.strategy import usual_shardings
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, MiB, ceil_div
-from toolkit.engines.adapters import require_adapter
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
@@ -20,6 +19,7 @@ from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import SEND_CHUNK, parameters_of, snapshot_bytes, trained_elements
 from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
 from toolkit.forecasting.traces import split_segments, trace_of
+from toolkit.transforms.adapters import require_adapter
 
 L = TypeVar("L", bound=Ledger)
 

@@ -18,12 +18,12 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
-from toolkit.engines.adapters import check_quantized
 from toolkit.engines.resolution import accelerate_config
 from toolkit.forecasting.prediction import CPU_NOTE, check_type
 from toolkit.forecasting.reasons import EQUAL, why_faster
 from toolkit.forecasting.search import FIELDS, OFFLOADED, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
+from toolkit.transforms.adapters import check_quantized
 
 UNCERTAIN = 3
 """Number of best candidates with printed uncertainties."""

@@ -13,7 +13,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import MiB, ceil_div, format_bytes
 from toolkit.devices.machine import Hardware, hardware
-from toolkit.engines.adapters import check_quantized
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
@@ -26,6 +25,7 @@ from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
 from toolkit.models import ModelSpec, describe
+from toolkit.transforms.adapters import check_quantized
 
 
 @by_name

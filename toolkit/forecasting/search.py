@@ -20,7 +20,6 @@ from toolkit.core.display import progress_bar
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import ceil_div, format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
-from toolkit.engines.adapters import check_quantized, require_adapter
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.engines.traces import TraceConfig
@@ -30,6 +29,7 @@ from toolkit.forecasting.prediction import forecast_job, permanent_bytes
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.traces import trace_ahead
 from toolkit.models import ModelSpec
+from toolkit.transforms.adapters import check_quantized, require_adapter
 
 MARGIN = 0.95
 """The largest share of a rank's memory for a plan: unknowns take the rest."""

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.adapters import add_adapter, import_bitsandbytes
-from toolkit.engines.fused_experts import mark_experts
 from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
 from toolkit.engines.traces import Adapter, LayerStack, TraceConfig
 from toolkit.models import ModelSpec
 from toolkit.models.structure import module_lists
+from toolkit.transforms.adapters import add_adapter, import_bitsandbytes
+from toolkit.transforms.fused_experts import mark_experts
 
 if TYPE_CHECKING:
     import torch

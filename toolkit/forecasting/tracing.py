@@ -29,8 +29,9 @@ from toolkit.forecasting.traced_model import (
     truncate_layers,
 )
 from toolkit.models import ModelSpec
-from toolkit.models.hf_loading import auto_class, enable_checkpointing, freeze, quiet_bars
+from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
 from toolkit.models.varlen import separates_documents
+from toolkit.transforms.checkpointing import enable_checkpointing
 
 if TYPE_CHECKING:
     import torch

@@ -119,12 +119,6 @@ def freeze(model: PreTrainedModel, spec: ModelSpec) -> None:
             parameter.requires_grad_(False)
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward. Before 5.23 transformers has an older name for it alone."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Return the test of a name for the weights that transformers keeps in fp32 where the others have this dtype."""
     from transformers.core_model_loading import build_glob_alternation

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary, WeakSet
 from toolkit.core.errors import RunError, StrategyError, ToolkitError
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
-from toolkit.engines.adapters import keep_packing
 from toolkit.engines.base import engine_environment
 from toolkit.engines.gradients import watch_gradients
 from toolkit.engines.job import Job
@@ -28,7 +27,7 @@ from toolkit.training.model_checks import (
     check_optimizers,
     check_uniform,
 )
-from toolkit.training.model_methods import checkpoint_in_training_only, gather_in_methods, refuse_parts
+from toolkit.training.model_methods import gather_in_methods, refuse_parts
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
@@ -38,6 +37,8 @@ from toolkit.training.preparation import (
     share_statistics,
     unlike_spec,
 )
+from toolkit.transforms.adapters import keep_packing
+from toolkit.transforms.checkpointing import checkpoint_in_training_only
 
 if TYPE_CHECKING:
     import torch

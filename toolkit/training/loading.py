@@ -10,17 +10,7 @@ from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import ModelError, StrategyError, StrategyMismatch
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.core.units import ceil_div, dtype_name, format_count
-from toolkit.engines.adapters import (
-    adapt,
-    check_quantized,
-    keep_packing,
-    quantization,
-    quantized_weights,
-    read_dtype,
-    require_libraries,
-)
 from toolkit.engines.base import engine_environment
-from toolkit.engines.fused_experts import mark_experts, pack_experts
 from toolkit.engines.job import Job
 from toolkit.engines.rank_calls import from_main, on_main
 from toolkit.engines.records import job_of
@@ -30,7 +20,6 @@ from toolkit.models.hf_loading import (
     LONG,
     auto_class,
     check_tied,
-    enable_checkpointing,
     fp32_tensors,
     freeze,
     kept_in_fp32,
@@ -40,8 +29,18 @@ from toolkit.models.hf_loading import (
     without_engine,
 )
 from toolkit.models.varlen import register_varlen
-from toolkit.training.model_methods import checkpoint_in_training_only
 from toolkit.training.streamed_weights import StreamedWeights
+from toolkit.transforms.adapters import (
+    adapt,
+    check_quantized,
+    keep_packing,
+    quantization,
+    quantized_weights,
+    read_dtype,
+    require_libraries,
+)
+from toolkit.transforms.checkpointing import checkpoint_in_training_only, enable_checkpointing
+from toolkit.transforms.fused_experts import mark_experts, pack_experts
 
 if TYPE_CHECKING:
     import torch

@@ -25,31 +25,6 @@ READERS = ("deepspeed.", "torch.distributed.checkpoint.", "toolkit.")
 """Callers of `state_dict` that know shards."""
 
 
-def checkpoint_in_training_only(model: torch.nn.Module) -> None:
-    """Switch activation checkpointing off in forwards without gradients.
-
-    In train mode it drops the KV cache (transformers/modeling_layers.py), and `generate` would silently return other tokens.
-    """
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing") and "checkpointing_paused" not in vars(module):
-            module.checkpointing_paused = False
-            module.register_forward_pre_hook(_pause)
-            module.register_forward_hook(_resume, always_call=True)
-
-
-def _pause(module: Any, _: Any) -> None:
-    import torch
-
-    if module.gradient_checkpointing and not torch.is_grad_enabled():
-        module.gradient_checkpointing, module.checkpointing_paused = False, True
-
-
-def _resume(module: Any, *_: Any) -> None:
-    if module.checkpointing_paused:
-        module.gradient_checkpointing, module.checkpointing_paused = True, False
-
-
 def refuse_parts(module: Any) -> None:
     """Let a model that holds parts of its tensors refuse a state dict to a caller that would take them for the model."""
     if holds_parts(module):

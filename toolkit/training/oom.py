@@ -16,12 +16,12 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import OutOfMemory, ToolkitError, value_or
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Device, hardware, host_memory
-from toolkit.engines.adapters import require_libraries
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat
 from toolkit.run_folder.run_json import read_run_json
+from toolkit.transforms.adapters import require_libraries
 
 _REQUEST = re.compile(r"tried to allocate ([\d.,]+) ?([KMGT]?i?B(?:ytes)?)\b", re.IGNORECASE)
 

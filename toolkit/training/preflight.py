@@ -32,7 +32,6 @@ from toolkit.data import (
 )
 from toolkit.data.tokenization import read_template
 from toolkit.devices.machine import Device, Hardware, hardware
-from toolkit.engines.adapters import check_quantized, require_libraries
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
@@ -42,6 +41,7 @@ from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.chat_template import spell_remarks
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
 from toolkit.training.setup import check_trackers
+from toolkit.transforms.adapters import check_quantized, require_libraries
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
 """Libraries. `run.json` records their versions."""

@@ -14,7 +14,6 @@ from toolkit.core.atomic_io import write_json
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
-from toolkit.engines.adapters import quantization
 from toolkit.engines.job import Job
 from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared, StateMemory, job_of
@@ -26,6 +25,7 @@ from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.given_weights import GivenWeights, bits_of
 from toolkit.training.streamed_weights import StreamedWeights
+from toolkit.transforms.adapters import quantization
 
 if TYPE_CHECKING:
     import torch

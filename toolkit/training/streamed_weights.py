@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.core.units import ceil_div
 from toolkit.engines.deferred import defer, end_deferral
-from toolkit.engines.fused_experts import packed_experts
 from toolkit.engines.rank_calls import on_main
 from toolkit.engines.simulation import BLOCK, GROUP, PIECE
 from toolkit.engines.states import persistent_buffers
 from toolkit.models import ModelSpec
 from toolkit.models.files import SAFETENSORS_DTYPES
 from toolkit.models.hf_loading import disk_layouts, open_tensors, set_tensor
+from toolkit.transforms.fused_experts import packed_experts
 
 if TYPE_CHECKING:
     import torch

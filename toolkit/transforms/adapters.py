@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.core.units import format_count
-from toolkit.engines.fused_experts import packed_experts
 from toolkit.engines.job import Job
 from toolkit.engines.states import adapted, packed_names
 from toolkit.engines.upstream import patched
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import kept_in_fp32
+from toolkit.transforms.fused_experts import packed_experts
 
 if TYPE_CHECKING:
     import torch
