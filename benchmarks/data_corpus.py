@@ -85,29 +85,37 @@ def theirs(spec: Any, path: Path, folder: Path, chat: bool) -> int:
 
 
 def child(sending: Any, work: Callable[[Path, Path, bool], int], path: Path, folder: str, chat: bool) -> None:
-    """Send the tokens and the seconds of `work`, without what the first file of a process costs."""
+    """Send the tokens and the seconds of `work`, without the import of the libraries."""
     os.environ["XDG_CACHE_HOME"] = folder
-    first = Path(folder) / "first.jsonl"
-    write_corpus(first, 10_000, chat)
-    work(first, Path(folder), chat)
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+
     begin = time.perf_counter()
     tokens = work(path, Path(folder), chat)
     sending.send({"tokens": tokens, "seconds": time.perf_counter() - begin})
 
 
 def measure(work: Callable[[Path, Path, bool], int], path: Path, chat: bool) -> dict[str, Any]:
-    """Return the seconds and the highest memory of `work` in a process of its own with an empty cache."""
-    context = multiprocessing.get_context("spawn")
+    """Return the seconds and the highest memory of `work` in a process of its own, whose cache knows the model alone."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(sending, work, path, folder, chat))
-        process.start()
-        sending.close()
-        peaks = [0, 0]
-        while not receiving.poll(0.1):
-            peaks = [max(pair) for pair in zip(peaks, memory(process.pid or 0), strict=True)]
-        result: dict[str, Any] = receiving.recv()
-        process.join()
+        first = Path(folder) / "first.jsonl"
+        write_corpus(first, 10_000, chat)
+        run(work, first, folder, chat)
+        return run(work, path, folder, chat)
+
+
+def run(work: Callable[[Path, Path, bool], int], path: Path, folder: str, chat: bool) -> dict[str, Any]:
+    """Run `child`, and look at its memory."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(sending, work, path, folder, chat))
+    process.start()
+    sending.close()
+    peaks = [0, 0]
+    while not receiving.poll(0.1):
+        peaks = [max(pair) for pair in zip(peaks, memory(process.pid or 0), strict=True)]
+    result: dict[str, Any] = receiving.recv()
+    process.join()
     return {**result, "resident": peaks[0], "proportional": peaks[1], "bytes": path.stat().st_size}
 
 

@@ -240,8 +240,8 @@ def read_template(template: str | Path | None) -> str | None:
 
 # All documents of a source ----------------------------------------------------------------------------------------------
 
-PROCESS_BYTES = 32 << 20
-"""Bytes of documents for each process: fewer cost less time than another process."""
+PROCESS_BYTES = 4 << 20
+"""Bytes of documents for each process, which take it a second or two: fewer cost less time than another process."""
 
 _work: tuple[Sequence[Batch], Encoder]
 """The documents and the encoder of a worker process; set as it starts."""
