@@ -48,9 +48,9 @@ def write_corpus(path: Path, size: int, chat: bool) -> None:
     pieces = [text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE)]
     with path.open("w") as file:
         for number, piece in zip(itertools.count(), itertools.cycle(pieces)):
-            quarter = len(piece) // 4 + 1
-            parts = [f"{number} {piece[at : at + quarter]}x" for at in range(0, len(piece), quarter)]
-            turns = [{"role": ("user", "assistant")[at % 2], "content": part} for at, part in enumerate(parts[-2:] * 2)]
+            quarter = len(piece) // 4
+            parts = [f"{number} {piece[at * quarter : (at + 1) * quarter]}x" for at in range(4)]
+            turns = [{"role": ("user", "assistant")[at % 2], "content": part} for at, part in enumerate(parts)]
             file.write(json.dumps({"messages": turns} if chat else {"text": f"{number} {piece}"}) + "\n")
             if file.tell() >= size:
                 return
@@ -96,7 +96,7 @@ def child(sending: Any, work: Callable[[Path, Path, bool], int], path: Path, fol
 
 
 def measure(work: Callable[[Path, Path, bool], int], path: Path, chat: bool) -> dict[str, Any]:
-    """Return the seconds and the highest memory of `work` in a process of its own, whose cache knows the model alone."""
+    """Return the seconds and the highest memory of `work` in a process of its own with a cache that knows the model alone."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         first = Path(folder) / "first.jsonl"
         write_corpus(first, 10_000, chat)
