@@ -100,20 +100,26 @@ class Encoder:
         spans = [(len(content["prompt"]), len(text))] if self.mask_prompts else None
         return Rendered(text=text, spans=spans, where=where, closed=True, remarks=remarks)
 
-    def _tokens(self, texts: list[str], special: bool) -> Any:
+    def _tokens(self, texts: list[str], special: bool) -> list[tuple[list[int], Any]]:
+        """Return each text's ids, and its encoding by the Rust library; of a slow tokenizer None."""
+        if self.tokenizer.is_fast:  # its own call converts each encoding, which takes longer than what is read here
+            encodings = self._backend.encode_batch(texts, add_special_tokens=special)
+            return [(encoding.ids, encoding) for encoding in encodings]
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
-        return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        called = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        return [(ids, None) for ids in called["input_ids"]]
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        """The tokenizer, with offsets that hold a token's whitespace, too. Its ids are the same."""
-        processor = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "post_processor", None)
-        if processor is None or _TRIMS not in (state := processor.__getstate__()):
-            return self.tokenizer
-        processor.__setstate__(state.replace(_TRIMS, _TRIMS.replace(b"true", b"false")))
-        tokenizer = copy.deepcopy(self.tokenizer)
-        tokenizer.backend_tokenizer.post_processor = processor
-        return tokenizer
+    def _backend(self) -> Any:
+        """A copy of the Rust tokenizer without truncation and with a token's whitespace in its offsets. Its ids are the same."""
+        backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        backend.no_truncation()
+        backend.no_padding()
+        if backend.post_processor is not None and _TRIMS in (state := backend.post_processor.__getstate__()):
+            processor = backend.post_processor
+            processor.__setstate__(state.replace(_TRIMS, _TRIMS.replace(b"true", b"false")))
+            backend.post_processor = processor
+        return backend
 
     def _with_eos(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
@@ -126,10 +132,9 @@ class Encoder:
                 f"{texts[0].where}: the tokenizer {self.tokenizer.name_or_path} has no fast version, so tokens have no"
                 " places in a text and prompts cannot be masked. Convert it to tokenizer.json, or use --no-mask-prompts."
             )
-        tokens = self._tokens([each.text for each in texts], special)
-        for number, (each, ids) in enumerate(zip(texts, tokens["input_ids"], strict=True)):
+        for each, (ids, encoding) in zip(texts, self._tokens([each.text for each in texts], special), strict=True):
             trained = [each.spans is None] * len(ids)
-            for start, end in _token_ranges(each, tokens.encodings[number]) if each.spans else ():
+            for start, end in _token_ranges(each, encoding) if each.spans else ():
                 trained[start:end] = [True] * (end - start)
             remarks = each.remarks
             if special and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
@@ -143,7 +148,7 @@ class Encoder:
 
     def _pairs(self, documents: list[Document]) -> Iterator[Encoded]:
         prompts, completions = (
-            self._tokens([document.content[name] for document in documents], name == "prompt")["input_ids"]
+            [ids for ids, _ in self._tokens([document.content[name] for document in documents], name == "prompt")]
             for name in ("prompt", "completion")
         )
         for document, prompt, completion in zip(documents, prompts, map(self._with_eos, completions), strict=True):

@@ -141,7 +141,16 @@ class ChatTemplate:
             ) from error
 
     def _apply(self, messages: Messages, **options: Any) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False, **options))
+        # What `apply_chat_template` does for each conversation besides takes twice as long as this.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), _ = render_jinja_template([messages], chat_template=self.template, **self._special, **options)
+        return str(text)
+
+    @cached_property
+    def _special(self) -> dict[str, Any]:
+        """The special tokens, which a template may name."""
+        return dict(self.tokenizer.special_tokens_map)
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -250,7 +259,7 @@ class ChatTemplate:
             with contextlib.suppress(DataError):
                 ended = self._render(messages[: call + 1], "", **tools)
                 self._known["call"] = self._around_call(ended, messages[call], layout)
-        return turns(text, messages, marks, replace(layout, **self._known.get("call", {})))
+        return turns(text, messages, marks, layout if call is None else replace(layout, **self._known["call"]))
 
     def _around_call(self, text: str, message: Mapping[str, Any], layout: Layout) -> dict[str, str]:
         """Return what a template writes around a call of tools that ends the text."""
@@ -266,7 +275,7 @@ class ChatTemplate:
         """Return what the template puts between {% generation %} and {% endgeneration %}."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {**self.tokenizer.special_tokens_map, **tools, "chat_template": self.template}
+        options = {**self._special, **tools, "chat_template": self.template}
         _, (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
         for index, places in (marks or {}).items():  # in a macro, transformers counts from another place
             inside = any(first < places.get("e", 0) <= last for first, last in spans)
