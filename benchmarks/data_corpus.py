@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +55,27 @@ def write_corpus(path: Path, size: int, chat: bool) -> None:
                 return
 
 
-def ours(spec: Any, path: Path, folder: Path, chat: bool) -> int:
+def ours(path: Path, chat: bool) -> int:
     """Prepare the file. Return the number of its tokens."""
-    from toolkit.data import prepare_data
+    from toolkit.config.run_config import EMBEDDED
+    from toolkit.data import prepare_data, resolve_spec
     from toolkit.models.hf_loading import load_tokenizer
 
-    template = TEMPLATE if chat else None
+    spec, template = resolve_spec(EMBEDDED), TEMPLATE if chat else None
     return prepare_data(path, load_tokenizer(spec), spec, seq_len=SEQ_LEN, chat_template=template).tokens
 
 
-def theirs(spec: Any, path: Path, folder: Path, chat: bool) -> int:
-    """Tokenize the file with `datasets`."""
+def theirs(path: Path, chat: bool) -> int:
+    """Tokenize the file with `datasets`. Return the number of its tokens."""
     import datasets
 
+    from toolkit.config.run_config import EMBEDDED
+    from toolkit.data import resolve_spec
     from toolkit.models.hf_loading import load_tokenizer
 
-    tokenizer = load_tokenizer(spec)
-    data = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder))
+    tokenizer = load_tokenizer(resolve_spec(EMBEDDED))
+    cache = os.environ["XDG_CACHE_HOME"]
+    data = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
 
     def encode(batch: dict[str, list[Any]]) -> Any:
         if not chat:
@@ -81,41 +84,42 @@ def theirs(spec: Any, path: Path, folder: Path, chat: bool) -> int:
 
     cores = len(os.sched_getaffinity(0))
     data = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=cores)
-    return sum(map(len, data["input_ids"][:100]))
+    return sum(map(len, data.with_format("numpy")["input_ids"][:]))
 
 
-def child(sending: Any, work: Callable[[Path, Path, bool], int], path: Path, folder: str, chat: bool) -> None:
-    """Send the tokens and the seconds of `work`, without the import of the libraries."""
-    os.environ["XDG_CACHE_HOME"] = folder
+SIDES = {"ours": ours, "datasets.map": theirs}
+
+
+def child(side: str, path: Path, chat: bool) -> None:
+    """Print the tokens and the seconds of a side, without the import of the libraries."""
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
     begin = time.perf_counter()
-    tokens = work(path, Path(folder), chat)
-    sending.send({"tokens": tokens, "seconds": time.perf_counter() - begin})
+    tokens = SIDES[side](path, chat)
+    print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - begin}))
 
 
-def measure(work: Callable[[Path, Path, bool], int], path: Path, chat: bool) -> dict[str, Any]:
-    """Return the seconds and the highest memory of `work` in a process of its own with a cache that knows the model alone."""
+def measure(side: str, path: Path, chat: bool) -> dict[str, Any]:
+    """Return the seconds and the highest memory of a side in a process of its own, with a cache that knows the model alone."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         first = Path(folder) / "first.jsonl"
         write_corpus(first, 10_000, chat)
-        run(work, first, folder, chat)
-        return run(work, path, folder, chat)
+        run(side, first, folder, chat)
+        return run(side, path, folder, chat)
 
 
-def run(work: Callable[[Path, Path, bool], int], path: Path, folder: str, chat: bool) -> dict[str, Any]:
+def run(side: str, path: Path, folder: str, chat: bool) -> dict[str, Any]:
     """Run `child`, and look at its memory."""
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(sending, work, path, folder, chat))
-    process.start()
-    sending.close()
-    peaks = [0, 0]
-    while not receiving.poll(0.1):
-        peaks = [max(pair) for pair in zip(peaks, memory(process.pid or 0), strict=True)]
-    result: dict[str, Any] = receiving.recv()
-    process.join()
+    words = [sys.executable, __file__, "--child", side, "--file", str(path), *["--chat"] * chat]
+    environ = {**os.environ, "XDG_CACHE_HOME": folder}
+    with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        peaks = [0, 0]
+        while process.poll() is None:
+            peaks = [max(pair) for pair in zip(peaks, memory(process.pid), strict=True)]
+            time.sleep(0.1)
+        assert process.stdout is not None
+        result: dict[str, Any] = json.loads(process.stdout.read().splitlines()[-1])
     return {**result, "resident": peaks[0], "proportional": peaks[1], "bytes": path.stat().st_size}
 
 
@@ -152,9 +156,6 @@ def row(name: str, one: dict[str, Any], ratio: str = "") -> tuple[str, ...]:
 
 def main() -> int:
     """Measure, show, write; 1 where the memory is over the limit."""
-    from toolkit.config.run_config import EMBEDDED
-    from toolkit.data import resolve_spec
-
     flags = parser(__doc__)
     flags.add_argument(
         "--megabytes", type=float, default=4_000, help="of the file for the memory (default: %(default)s)"
@@ -166,20 +167,24 @@ def main() -> int:
     flags.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder, free for 7 times the file"
     )
+    for name, what in {"child": "a side", "file": "its file"}.items():
+        flags.add_argument(f"--{name}", help=f"in a child process: {what}")
+    flags.add_argument("--chat", action="store_true", help="in a child process: the file holds conversations")
     options = parse(flags, megabytes=2, speed_megabytes=2, pairs=1)
+    if options.child:
+        child(options.child, Path(options.file), options.chat)
+        return 0
     options.work.mkdir(parents=True, exist_ok=True)
-    spec = resolve_spec(EMBEDDED)
-    sides = {"ours": partial(ours, spec), "datasets.map": partial(theirs, spec)}
     result: dict[str, Any] = {**about(), "limit_bytes": LIMIT, "speed": {}}
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         path = Path(folder) / "corpus.jsonl"
         write_corpus(path, round(options.megabytes * 1e6), chat=False)
-        large = result["memory"] = measure(sides["ours"], path, False)
+        large = result["memory"] = measure("ours", path, False)
         rows = [row("text", large)]
         for kind in ("text", "conversations"):
             chat = kind == "conversations"
             write_corpus(path, round(options.speed_megabytes * 1e6), chat)
-            pairs = [{name: measure(work, path, chat) for name, work in sides.items()} for _ in range(options.pairs)]
+            pairs = [{side: measure(side, path, chat) for side in SIDES} for _ in range(options.pairs)]
             ratio = statistics.median(pair["datasets.map"]["seconds"] / pair["ours"]["seconds"] for pair in pairs)
             result["speed"][kind] = {"ratio": ratio, "pairs": pairs}
             rows.append(row(kind, pairs[0]["ours"], f"{ratio:.2f}"))
