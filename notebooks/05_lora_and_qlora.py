@@ -330,7 +330,8 @@ assert needs["LoRA"].parts["optimizer"] < needs["all weights"].parts["optimizer"
 rates = {"all weights": 1e-3, "LoRA": 1e-2, "QLoRA": 1e-2}
 run_config = tk.RunConfig(model=base, data="prose.txt")
 loops = {way: tk.TrainConfig(steps=STEPS, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, lr=rates[way]) for way in ways}
-asked = {way: tk.Strategy(adapter=word, lora_rank=RANK, precision="fp32") for way, word in ways.items()}
+rank = {way: {"lora_rank": RANK} if word != "none" else {} for way, word in ways.items()}
+asked = {way: tk.Strategy(adapter=word, precision="fp32", **rank[way]) for way, word in ways.items()}
 trials = {way: tk.profile_steps(asked[way], loops[way], run_config) for way in ways}
 lines = {way: list(enumerate(trial.losses, start=1)) for way, trial in trials.items()}
 HTML(curve(lines, title="Loss on the prose", x="step", y="loss, nats a token"))
