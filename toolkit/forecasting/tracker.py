@@ -112,9 +112,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._work["calls", ""] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func._overloadpacket in flop_registry:
-            operations = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
+            operations = int(flop_registry[func._overloadpacket](*_ungrouped(func, args), **kwargs, out_val=output))
             self._work["flops", dtype_name(tensors[0].dtype)] += operations
-            if _is_causal(func, args, kwargs):  # half, less a share of the blocks that the diagonal cuts
+            # Half, less a share of the blocks that the diagonal cuts.
+            if (dict(zip(_names(func), args, strict=False)) | kwargs).get("is_causal"):
                 self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
         else:
             results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -163,18 +164,18 @@ def _in_engine() -> bool:
 
 
 @lru_cache
-def _causal_index(func: Any) -> int | None:
-    """Return the index of `is_causal` among an operator's arguments; None for other operators than attention."""
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else None
+def _names(func: Any) -> tuple[str, ...]:
+    """Return the names of an operator's arguments."""
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an attention kernel saves half of its products by a causal mask."""
-    place = _causal_index(func)
-    if place is None:
-        return False
-    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+def _ungrouped(func: Any, args: Any) -> Any:
+    """Return an operator's arguments, keys and values with as many heads as the query: torch 2.11 counts no other attention."""
+    if "key" not in _names(func):
+        return args
+    place = _names(func).index("key")
+    keys = [tensor[:, :1].expand(-1, args[place - 1].shape[1], -1, -1) for tensor in args[place : place + 2]]
+    return (*args[:place], *keys, *args[place + 2 :])
 
 
 def _softmax_backward(grad: torch.Tensor, *_: Any) -> int:
