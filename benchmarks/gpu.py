@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --minutes 9 --out gpu     # on a machine with a GPU: results into gpu/gpu-CARD.json and .md
     python benchmarks/gpu.py --dry-run                 # on a CPU: the same with tiny models, without the CUDA calls
     python benchmarks/gpu.py --smoke                   # the same as --dry-run, into a temporary folder
+    python benchmarks/gpu.py --forecast                # on any machine: stored runs beside the forecasts of today's code
 
 It needs the toolkit, torch and transformers. DeepSpeed, PEFT and bitsandbytes add runs; what is missing is listed. All that
 touches the GPU runs in a process of its own, so that nothing else holds its memory. The results are written after each run: a
@@ -253,15 +254,36 @@ def figures(cell: Cell, folder: Path, out: Path) -> dict[str, Any]:
             "tflops": operations / seconds / 1e12,
             "mfu": operations / seconds / peak if peak else None,
         }
-        if expected is None:
-            return {**result, "unforecast": memory["unforecast"]}
-        return {
-            **result,
-            "forecast_phases": expected["device"]["phases"],
-            "forecast_needed_bytes": expected["device"]["needed_bytes"],
-            "forecast_seconds": expected["step_seconds"],
-            "forecast_operations": expected["operations"],
-        }
+        return {**result, **(forecast_figures(expected) if expected else {"unforecast": memory["unforecast"]})}
+
+
+def forecast_figures(expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is compared of a forecast."""
+    return {
+        "forecast_phases": expected["device"]["phases"],
+        "forecast_needed_bytes": expected["device"]["needed_bytes"],
+        "forecast_seconds": expected["step_seconds"],
+        "forecast_operations": expected["operations"],
+    }
+
+
+def forecast_again(path: Path) -> None:
+    """Make the forecasts of stored runs again, with today's code, for the card that they ran on."""
+    from transformers import AutoConfig
+
+    result = json.loads(path.read_text())
+    for row in result["runs"]:
+        if "measured_phases" in row:
+            spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
+            strategy, train_config = tk.Strategy(**row["strategy"]), tk.TrainConfig(**row["train"])
+            card, one = path.stem.removeprefix("gpu-"), row["documents"] == "one"
+            expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)
+            row |= forecast_figures(expected.to_dict())
+    result |= {"timing": time_errors(result["runs"]), "forecasts_of_commit": about()["commit"]}
+    shown = "\n\n".join(table.text() for table in tables(result["runs"], result["timing"]))
+    write_results(
+        path.parent, path.stem, "Runs on one GPU", result, f"forecasts: commit {about()['commit']}\n\n{shown}"
+    )
 
 
 def lora_elements(spec: ModelSpec) -> int:
@@ -353,7 +375,12 @@ def main() -> None:
     flags.add_argument("--minutes", type=float, default=9.0, help="stop in this time (default: %(default)s)")
     flags.add_argument("--out", type=Path, help="folder of results and models (default: that of the results)")
     flags.add_argument("--dry-run", action="store_true", help="tiny models on a CPU, without the CUDA calls")
+    flags.add_argument("--forecast", action="store_true", help="only make the forecasts of stored results again")
     arguments = parse(flags, dry_run=True)
+    if arguments.forecast:
+        for path in (arguments.out or arguments.results).glob("gpu-*.json"):
+            forecast_again(path)
+        return
     end = time.monotonic() + 60 * arguments.minutes
     out = arguments.out or arguments.results
     machine = tk.hardware()

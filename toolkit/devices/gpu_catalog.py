@@ -62,7 +62,7 @@ CARDS = {
     "A100-40GB": GPUSpec(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
     "A100-80GB": GPUSpec(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
     "H100-80GB": GPUSpec(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55),
-    "H200-141GB": GPUSpec(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55),
+    "H200-141GB": GPUSpec(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5),
     "B200-180GB": GPUSpec(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
     "MI300X-192GB": GPUSpec(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
 }
@@ -72,10 +72,10 @@ product (Turing: of the TITAN RTX the full TU102, without its NVLink bridge; Vol
 architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instinct MI300X; of the A10G, AWS's.
 Network and host memory: of the machine named, divided by its GPUs. Fastest products: T4, Jia et al. 2019
 (arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench;
-A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's
-chip. Hopper's sustained share: by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp publishes;
-the B200's is taken as the same. The T4's, by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as
-little power, is taken as the same."""
+A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip.
+The H100's sustained share: by the two runs of 96 that github.com/foundation-model-stack/fms-fsdp publishes; the B200's is
+taken as the same. One H200 alone sustained the usual share (benchmarks/results/gpu-H200-141GB.md). The T4's, by twelve runs
+of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
 
 
 OTHER_BOARDS = {"PCIE", "NVL", "LAPTOP", "MAX", "TI", "SUPER", "D"}

@@ -95,7 +95,8 @@ Event = tuple[str, int, str]
 - `in`, `out`: begin and end of a module's forward, recomputation included; `back in`, `back out`: of its backward. Modules are
   the layers, and every module with a parameter of its own.
 - `forward`, `backward`, `end`: of the whole step.
-- `flops`: operations in the dtype of the name, as torch counts them; `skipped`: the part that a causal attention kernel omits.
+- `flops`: operations in the dtype of the name, or by that kernel, as torch counts them; `skipped`: the part that a causal
+  attention kernel omits.
 - `moved`: bytes that operators other than matrix products read and write; `calls`: operators.
 """
 

@@ -159,12 +159,12 @@ def _simulate_save(simulation: Simulation, save: bool) -> None:
 
 CONTEXT, COMMUNICATION, FRAGMENTATION = "CUDA context", "communication buffers", "fragmentation"
 
-CONTEXTS = {7: 200 * MiB, 8: 520 * MiB, 9: 700 * MiB}
+CONTEXTS = {7: 200 * MiB, 8: 520 * MiB, 9: 758 * MiB}
 """Major compute capability → bytes of a context with the kernels that a training step loads; the last one for later ones.
 
 7: T4, at most 218 MiB, cache included (benchmarks/published_t4.json). 8: RTX 4090, 520 MiB (github.com/huggingface/lora-fast/
-issues/1); RTX 6000 Ada, 426 MiB before a kernel runs (github.com/unslothai/unsloth-zoo/pull/1053). 9: H100, from the 1.06 GB of
-github.com/NVIDIA/nccl/issues/1685, less one communicator.
+issues/1); RTX 6000 Ada, 426 MiB before a kernel runs (github.com/unslothai/unsloth-zoo/pull/1053). 9: H200, the same in all runs
+of benchmarks/results/gpu-H200-141GB.json.
 """
 
 CHANNEL, CHANNELS = 12 * MiB, {"nvlink": 24, "pcie": 4}
@@ -183,7 +183,7 @@ frees its cache (c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`), so
 
 
 SOURCES = {
-    CONTEXT: "others' out-of-memory messages (huggingface/lora-fast#1, NVIDIA/nccl#1685)",
+    CONTEXT: "a run on an H200, and others' messages (huggingface/lora-fast#1)",
     COMMUNICATION: "NCCL's buffers a channel (NVIDIA/nccl#1685)",
     FRAGMENTATION: f"{SHARE:.0%} of the peak (benchmarks/published_oom.json)",
 }
@@ -193,8 +193,8 @@ SOURCES = {
 def context_memory(job: Job, peak: int) -> Mapping[str, int]:
     """Return the GPU memory of a rank outside the allocator's `peak`, by term; nothing on CPU ranks.
 
-    The figures are those of published runs that ended out of memory: PyTorch's message names the bytes of the process and of the
-    allocator. No run of the toolkit on a GPU has confirmed them; `calibrate` takes a run's figures instead.
+    Most figures are those of published runs that ended out of memory: PyTorch's message names the bytes of the process and of the
+    allocator. `calibrate` takes a run's figures instead.
     """
     if job.device.kind != "cuda":
         return {}

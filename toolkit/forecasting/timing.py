@@ -1,11 +1,12 @@
 """The time of a step: a roofline over the traced operators, and the communication that no computation hides.
 
 Known error: most published runs lie within a quarter, those of small products on a T4 and over slow PCIe do not
-(`benchmarks/results/published.md`); no run of the toolkit's own on a GPU has calibrated it.
+(`benchmarks/results/published.md`); five runs of the toolkit's own on one H200 lie closer (`results/gpu-H200-141GB.md`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,16 @@ DISK = 3
 """GB/s that a node writes to its disk: the sequential writes of one NVMe disk, behind what the page cache takes."""
 
 CALL = 8e-6
-"""Seconds that the host takes to start one operator: a lower bound of each."""
+"""Seconds that a kernel takes to start and to end, in which its products and its memory stand still."""
+
+EFFICIENT = ", efficient attention"
+"""What follows the dtype of operations of the memory-efficient attention kernel, the one that takes masks."""
+
+SLOWER = 3
+"""How much longer the memory-efficient attention kernel takes for its operations in half precision than products.
+
+An H200 does 220 to 300 TFLOP/s, by length (`benchmarks/results/gpu-H200-141GB.json`, «attention masked»).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +107,14 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
 
 
 def _seconds(segments: Sequence[Segment], card: GPUSpec) -> float:
-    """Return the seconds of products and of memory traffic; never less than the host needs to launch the kernels."""
-    total = 0.0
+    """Return the seconds of products, of memory traffic, and of the starts and ends of all kernels."""
+    operations: Counter[str] = Counter()
     for segment in segments:
-        if segment.calls:
-            computed = (*segment.flops, *((dtype, -size) for dtype, size in segment.skipped))
-            products = sum(size / _sustained(card, dtype) for dtype, size in computed)
-            total += max(products + segment.moved / (card.memory * 1e9 * MEMORY), segment.calls * CALL)
-    return total
+        for kernel, size in (*segment.flops, *((kernel, -size) for kernel, size in segment.skipped)):
+            operations[kernel] += size
+    seconds = sum(size / _sustained(card, kernel) for kernel, size in operations.items())
+    seconds += sum(segment.moved for segment in segments) / (card.memory * 1e9 * MEMORY)
+    return seconds + sum(segment.calls for segment in segments) * CALL
 
 
 def _peak(card: GPUSpec, dtype: str) -> float:
@@ -112,11 +122,12 @@ def _peak(card: GPUSpec, dtype: str) -> float:
     return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
 
 
-def _sustained(card: GPUSpec, dtype: str) -> float:
-    """Return the operations a second that a training step's products sustain."""
-    if dtype == "float32":
-        return _peak(card, dtype) * FASTEST
-    return (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
+def _sustained(card: GPUSpec, kernel: str) -> float:
+    """Return the operations a second that a training step's products sustain, in the dtype that `kernel` begins with."""
+    if kernel.startswith("float32"):
+        return _peak(card, "float32") * FASTEST
+    speed = (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
+    return speed / SLOWER if kernel.endswith(EFFICIENT) else speed
 
 
 def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
@@ -132,10 +143,9 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
         sizes = job.parallelism
         group = (sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size) * sizes.tp
         host_link = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
-    elif link == "tp":
-        host_link = card.network if job.parallelism.tp > machine.count else card.peer
     else:
-        host_link = card.network if job.ranks > machine.count else card.peer
+        group = job.parallelism.tp if link == "tp" else job.ranks
+        host_link = card.network if group > machine.count else card.peer
     return host_link * 1e9 * LINK
 
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from toolkit.core.units import dtype_name, round_up
 from toolkit.engines.traces import LOGITS, Event
+from toolkit.forecasting.timing import EFFICIENT
 
 aten = torch.ops.aten
 
@@ -113,10 +114,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func._overloadpacket in flop_registry:
             operations = int(flop_registry[func._overloadpacket](*_ungrouped(func, args), **kwargs, out_val=output))
-            self._work["flops", dtype_name(tensors[0].dtype)] += operations
+            kernel = dtype_name(tensors[0].dtype) + (EFFICIENT if "efficient_attention" in func.name() else "")
+            self._work["flops", kernel] += operations
             # Half, less a share of the blocks that the diagonal cuts.
             if (dict(zip(_names(func), args, strict=False)) | kwargs).get("is_causal"):
-                self._work["skipped", dtype_name(tensors[0].dtype)] += operations // 2
+                self._work["skipped", kernel] += operations // 2
         else:
             results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             self._work["moved", ""] += 2 * scratch + sum(tensor.nbytes for tensor in (*tensors, *results))
@@ -171,16 +173,9 @@ def _names(func: Any) -> tuple[str, ...]:
 
 def _ungrouped(func: Any, args: Any) -> Any:
     """Return an operator's arguments, keys and values with as many heads as the query: torch 2.11 counts no other attention."""
-    if "key" not in _names(func):
-        return args
-    place = _names(func).index("key")
+    place = _names(func).index("key") if "key" in _names(func) else len(args)
     keys = [tensor[:, :1].expand(-1, args[place - 1].shape[1], -1, -1) for tensor in args[place : place + 2]]
     return (*args[:place], *keys, *args[place + 2 :])
-
-
-def _softmax_backward(grad: torch.Tensor, *_: Any) -> int:
-    """Return gradient times output (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)."""
-    return grad.nbytes
 
 
 def _flash_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
@@ -205,7 +200,8 @@ def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, words: int, *
 
 
 SCRATCH: dict[Any, Callable[..., int]] = {
-    aten._softmax_backward_data.default: _softmax_backward,
+    # Gradient times output (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
+    aten._softmax_backward_data.default: lambda grad, *_: grad.nbytes,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
