@@ -256,7 +256,7 @@ def _runs(document: Encoded, limit: int | None = None) -> Iterator[tuple[bool, l
     """Yield runs of tokens that are trained, or are not."""
     pairs = zip(document.trained[:limit], document.ids[:limit], strict=True)
     for flag, run in groupby(pairs, lambda pair: pair[0]):
-        yield flag, [int(token) for _, token in run]
+        yield bool(flag), [int(token) for _, token in run]
 
 
 def _histogram(lengths: list[int]) -> dict[str, int]:

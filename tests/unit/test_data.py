@@ -928,7 +928,7 @@ def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path, mo
 
     alone, environ = prepare(), os.environ
     monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
-    monkeypatch.setattr(tokenization, "_cores", lambda: 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
     assert prepare() == alone
     assert os.environ is environ
     assert "TOKENIZERS_PARALLELISM" not in os.environ
@@ -947,7 +947,7 @@ from toolkit.models import ModelSpec
 
 folder, path, spec, template = sys.argv[1:]
 tokenizer, spec = transformers.PreTrainedTokenizerFast.from_pretrained(folder), ModelSpec(**json.loads(spec))
-tokenization.PROCESS_BYTES, tokenization._cores = 1, lambda: 2
+tokenization.PROCESS_BYTES, os.sched_getaffinity = 1, lambda process: {0, 1}
 
 def tokenize(interrupted_as_it_forks):
     mine = os.getpid()

@@ -3,6 +3,7 @@
 # ruff: noqa: E501 - templates as they are published
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import groupby
 from typing import Any
@@ -307,7 +308,7 @@ def encode(content: dict[str, Any], template: str | None = None, tokenizer: Any 
     (kind,) = {"messages", "prompt", "text"} & content.keys()
     encoder = Encoder(tokenizer=tokenizer, template=template, **{"mask_prompts": True, **how})
     (encoded,) = encoder.encode([Document(kind=kind, content=content, where="chat.jsonl, line 7")])
-    return encoded
+    return dataclasses.replace(encoded, trained=list(map(bool, encoded.trained)))
 
 
 def trained(encoded: Encoded, tokenizer: Any = BYTES) -> list[str]:

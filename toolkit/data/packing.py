@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit.core.errors import DataError
@@ -131,7 +132,7 @@ def _packed(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
             row = next((row for row in waiting if row.left >= min(size, seq_len)), None)
             if row is None:
                 if len(waiting) == OPEN_ROWS:
-                    yield waiting.pop(min(range(OPEN_ROWS), key=lambda index: waiting[index].left))
+                    yield waiting.pop(waiting.index(min(waiting, key=attrgetter("left"))))
                 row = _Row(seq_len)
                 waiting.append(row)
             row.put(document)
@@ -166,14 +167,15 @@ def _row_columns(row: _Row, packed: bool, seq_len: int, pad: int) -> tuple[Colum
     """Return a causal model's row and its tokens. The first token of a document is predicted by none: it has no label."""
     import numpy as np
 
-    ids = np.concatenate([piece.ids for piece in row.pieces])
-    trained = np.concatenate([piece.trained for piece in row.pieces])
-    # What is left of the row counts as one more document.
-    positions = np.concatenate([np.arange(size) for size in (*(len(piece.ids) for piece in row.pieces), row.left)])
-    labels = np.where(trained & (positions[: len(ids)] > 0), ids, IGNORED)
-    name, last = ("position_ids", positions) if packed else ("attention_mask", np.ones_like(ids))
-    columns = {"input_ids": _filled(ids, seq_len, pad), "labels": _filled(labels, seq_len, IGNORED)}
-    return {**columns, name: _filled(last, seq_len, 0)}, len(ids)
+    steps = np.arange(seq_len, dtype=np.int32) if packed else np.ones(seq_len, np.int32)
+    ids, labels, last = (np.full(seq_len, value, np.int32) for value in (pad, IGNORED, 0))
+    end = 0
+    for piece in row.pieces:
+        start, end = end, end + len(piece.ids)
+        ids[start:end], last[start:end] = piece.ids, steps[: end - start]
+        labels[start + 1 : end] = np.where(piece.trained[1:], ids[start + 1 : end], IGNORED)
+    last[end:] = steps[: row.left] * packed  # what is left of the row counts as one more document
+    return {"input_ids": ids, "labels": labels, "position_ids" if packed else "attention_mask": last}, end
 
 
 def _pair_columns(source: Sequence[int], target: Sequence[int], seq_len: int, pad: int) -> tuple[Columns, int]:

@@ -40,7 +40,7 @@ class Encoded:
 
     ids: Sequence[int]
     trained: Sequence[bool]
-    """Whether the model learns to predict this token. Same length as `ids`."""
+    """Whether the model learns to predict this token. Same length as `ids`; of one text an array."""
     atomic: bool = False
     """A prompt or conversation, which is never cut in two unless asked for; a text may be."""
     split: int = 0
@@ -103,8 +103,7 @@ class Encoder:
     def _tokens(self, texts: list[str], special: bool) -> list[tuple[list[int], Any]]:
         """Return each text's ids, and its encoding by the Rust library; of a slow tokenizer None."""
         if self.tokenizer.is_fast:  # its own call converts each encoding, which takes longer than what is read here
-            encodings = self._backend.encode_batch(texts, add_special_tokens=special)
-            return [(encoding.ids, encoding) for encoding in encodings]
+            return [(each.ids, each) for each in self._backend.encode_batch(texts, add_special_tokens=special)]
         # verbose=False: a warning about texts over the model's length means nothing here, since they are cut into rows.
         called = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
         return [(ids, None) for ids in called["input_ids"]]
@@ -126,6 +125,8 @@ class Encoder:
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def _encode(self, texts: list[Rendered], special: bool) -> Iterator[Encoded]:
+        import numpy as np
+
         masked = any(each.spans is not None for each in texts)
         if masked and not self.tokenizer.is_fast:
             raise DataError(
@@ -133,9 +134,9 @@ class Encoder:
                 " places in a text and prompts cannot be masked. Convert it to tokenizer.json, or use --no-mask-prompts."
             )
         for each, (ids, encoding) in zip(texts, self._tokens([each.text for each in texts], special), strict=True):
-            trained = [each.spans is None] * len(ids)
+            trained: Any = np.full(len(ids), each.spans is None)
             for start, end in _token_ranges(each, encoding) if each.spans else ():
-                trained[start:end] = [True] * (end - start)
+                trained[start:end] = True
             remarks = each.remarks
             if special and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
                 ids, trained, remarks = ids[1:], trained[1:], [*remarks, "bos"]
@@ -143,7 +144,7 @@ class Encoder:
                 ids, trained = ids[:-1], trained[:-1]  # the text brings one, and the tokenizer adds one
             if each.closed and not each.text.rstrip().endswith(self.tokenizer.eos_token):
                 ids = self._with_eos(ids)
-                trained[len(ids) - 1 :] = [True]  # the tokenizer may have closed the text
+                trained = np.append(trained[: len(ids) - 1], True)  # the tokenizer may have closed the text
             yield Encoded(ids=ids, trained=trained, atomic=each.atomic, where=each.where, remarks=remarks)
 
     def _pairs(self, documents: list[Document]) -> Iterator[Encoded]:
@@ -259,7 +260,7 @@ def tokenize(contents: Contents, encoder: Encoder) -> Iterator[Encoded]:
         DataError: as `Encoder.encode`, and for a process that was killed.
     """
     batches, size = contents.batches, sum(batch.size for batch in contents.batches)
-    processes = min(_cores(), size // PROCESS_BYTES)
+    processes = min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES)
     encoded: Iterator[Iterable[Encoded]] = (
         _by_processes(batches, encoder, processes)
         if processes > 1
@@ -312,7 +313,3 @@ def _encode(number: int) -> list[Encoded]:
         replace(each, ids=np.asarray(each.ids, np.int32), trained=np.asarray(each.trained, bool))  # type: ignore[arg-type]
         for each in encoder.encode(batches[number].documents())
     ]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
