@@ -267,18 +267,23 @@ def forecast_figures(expected: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def forecast_again(path: Path) -> None:
-    """Make the forecasts of stored runs again, with today's code, for the card that they ran on."""
+def forecast_of(row: Mapping[str, Any], card: str) -> dict[str, Any]:
+    """Return the figures of a stored run's forecast with today's code."""
     from transformers import AutoConfig
 
+    spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
+    strategy, train_config = tk.Strategy(**row["strategy"]), tk.TrainConfig(**row["train"])
+    one = row["documents"] == "one"
+    expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)
+    return forecast_figures(expected.to_dict())
+
+
+def forecast_again(path: Path) -> None:
+    """Make the forecasts of stored runs again, with today's code, for the card that they ran on."""
     result = json.loads(path.read_text())
     for row in result["runs"]:
         if "measured_phases" in row:
-            spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
-            strategy, train_config = tk.Strategy(**row["strategy"]), tk.TrainConfig(**row["train"])
-            card, one = path.stem.removeprefix("gpu-"), row["documents"] == "one"
-            expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)
-            row |= forecast_figures(expected.to_dict())
+            row |= forecast_of(row, path.stem.removeprefix("gpu-"))
     result |= {"timing": time_errors(result["runs"]), "forecasts_of_commit": about()["commit"]}
     shown = "\n\n".join(table.text() for table in tables(result["runs"], result["timing"]))
     write_results(
