@@ -42,6 +42,7 @@ from toolkit.core.display import Table
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes
 from toolkit.data.rows import find_rows
+from toolkit.devices.gpu_catalog import CARDS
 from toolkit.models import ModelSpec
 
 STEPS, WARM = 8, 3
@@ -272,7 +273,8 @@ def forecast_of(row: Mapping[str, Any], card: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
-    strategy, train_config = tk.Strategy(**row["strategy"]), tk.TrainConfig(**row["train"])
+    strategy = tk.Strategy(**{**row["strategy"], "attention": row["attention"]})
+    train_config = tk.TrainConfig(**row["train"])
     one = row["documents"] == "one"
     expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)
     return forecast_figures(expected.to_dict())
@@ -283,6 +285,7 @@ def forecast_again(path: Path) -> None:
     result = json.loads(path.read_text())
     for row in result["runs"]:
         if "measured_phases" in row:
+            row.pop("unforecast", None)
             row |= forecast_of(row, path.stem.removeprefix("gpu-"))
     result |= {"timing": time_errors(result["runs"]), "forecasts_of_commit": about()["commit"]}
     shown = "\n\n".join(table.text() for table in tables(result["runs"], result["timing"]))
@@ -384,7 +387,8 @@ def main() -> None:
     arguments = parse(flags, dry_run=True)
     if arguments.forecast:
         for path in (arguments.out or arguments.results).glob("gpu-*.json"):
-            forecast_again(path)
+            if path.stem.removeprefix("gpu-") in CARDS:
+                forecast_again(path)
         return
     end = time.monotonic() + 60 * arguments.minutes
     out = arguments.out or arguments.results

@@ -162,7 +162,7 @@ assert len(smaller.ranked) < len(plan.ranked)
 import yaml
 
 Path("accelerate.yaml").write_text(yaml.safe_dump(plan.config(), sort_keys=False))
-command = f"{plan.command(MODEL)} --data {DATA}"
+command = plan.command(MODEL).replace("YOUR_DATA", DATA)
 print(Path("accelerate.yaml").read_text())
 print(command)
 

@@ -714,7 +714,8 @@ def test_a_plan_traces_its_adapters_in_few_children(monkeypatch: pytest.MonkeyPa
 
 def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     result = plan(llama3(*LLAMA_8B), "8x H100-80GB", global_batch=48, seq_len=1024)
-    speeds = [one.forecast.timing.tokens_per_second for one in result.ranked if one.forecast and one.forecast.timing]
+    timings = [one.forecast.timing for one in result.ranked if one.forecast and one.forecast.timing]
+    speeds = [round(timing.tokens_per_second, 6) for timing in timings]  # equal ones differ in the last bit
     assert len(speeds) == len(result.ranked) > 0
     assert speeds == sorted(speeds, reverse=True)
     assert all(one.forecast and one.forecast.needed_bytes <= 0.95 * one.forecast.limit_bytes for one in result.ranked)

@@ -174,7 +174,8 @@ def _row_columns(row: _Row, packed: bool, seq_len: int, pad: int) -> tuple[Colum
         start, end = end, end + len(piece.ids)
         ids[start:end], last[start:end] = piece.ids, steps[: end - start]
         labels[start + 1 : end] = np.where(piece.trained[1:], ids[start + 1 : end], IGNORED)
-    last[end:] = steps[: row.left] * packed  # what is left of the row counts as one more document
+    if packed:  # what is left of the row counts as one more document
+        last[end:] = steps[: row.left]
     return {"input_ids": ids, "labels": labels, "position_ids" if packed else "attention_mask": last}, end
 
 

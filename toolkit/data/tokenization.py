@@ -40,7 +40,7 @@ class Encoded:
 
     ids: Sequence[int]
     trained: Sequence[bool]
-    """Whether the model learns to predict this token. Same length as `ids`; of one text an array."""
+    """Whether the model learns to predict this token. Same length as `ids`. An array, except for pairs."""
     atomic: bool = False
     """A prompt or conversation, which is never cut in two unless asked for; a text may be."""
     split: int = 0

@@ -38,6 +38,8 @@ class GPUSpec:
     """Speed of its fastest measured matrix product, in the unit of `tflops_half`; None without a source."""
     sustained: float = 0.8
     """The share of the fastest product's speed that a training step's products reach."""
+    alone: float | None = None
+    """The same on one GPU, without collectives at the same time; None: as among several."""
 
     @property
     def host_memory(self) -> float:
@@ -61,8 +63,8 @@ CARDS = {
     "L40S": GPUSpec(44.39, (8, 9), 362, 91.6, 864, 32, 32, 2.5, 32, "AWS g6e.xlarge"),
     "A100-40GB": GPUSpec(39.38, (8, 0), 312, 19.5, 1555, 300, 32, 6.25, 144, "AWS p4d.24xlarge", 271.2),
     "A100-80GB": GPUSpec(79.14, (8, 0), 312, 19.5, 2039, 300, 32, 6.25, 144, "AWS p4de.24xlarge", 271.2),
-    "H100-80GB": GPUSpec(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55),
-    "H200-141GB": GPUSpec(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5),
+    "H100-80GB": GPUSpec(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55, 0.8),
+    "H200-141GB": GPUSpec(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55, 0.8),
     "B200-180GB": GPUSpec(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
     "MI300X-192GB": GPUSpec(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
 }
@@ -73,9 +75,9 @@ architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of th
 Network and host memory: of the machine named, divided by its GPUs. Fastest products: T4, Jia et al. 2019
 (arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench;
 A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip.
-The H100's sustained share: by the two runs of 96 that github.com/foundation-model-stack/fms-fsdp publishes; the B200's is
-taken as the same. One H200 alone sustained the usual share (benchmarks/results/gpu-H200-141GB.md). The T4's, by twelve runs
-of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
+Hopper's sustained share among several GPUs: by the two runs of 96 H100 that github.com/foundation-model-stack/fms-fsdp
+publishes; the B200's is taken as the same. Alone: by five runs on one H200 (benchmarks/results/gpu-H200-141GB.md). The
+T4's, by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
 
 
 OTHER_BOARDS = {"PCIE", "NVL", "LAPTOP", "MAX", "TI", "SUPER", "D"}

@@ -171,7 +171,7 @@ class Segment(NamedTuple):
     size: int
     name: str
     flops: tuple[tuple[str, int], ...] = ()
-    """Operations, by torch's name of the dtype, as torch counts them."""
+    """Operations, by torch's name of the dtype or the kernel, as torch counts them."""
     skipped: tuple[tuple[str, int], ...] = ()
     """The part of them that a causal attention kernel omits."""
     moved: int = 0

@@ -170,8 +170,8 @@ of benchmarks/results/gpu-H200-141GB.json.
 CHANNEL, CHANNELS = 12 * MiB, {"nvlink": 24, "pcie": 4}
 """Bytes of one of NCCL's channels, and their number. One communicator over NVLink is 288 MiB.
 
-github.com/NVIDIA/nccl/issues/1685: buffers of 10 and 2 MiB a channel, and 1.06 GB on each of 8 H100 before an all-to-all, which
-is context and one communicator. The number of communicators multiplies them (issue 864).
+github.com/NVIDIA/nccl/issues/1685: buffers of 10 and 2 MiB a channel, and 1.06 GB on each of 8 H100 before an all-to-all, about
+a context and one communicator. The number of communicators multiplies them (issue 864).
 """
 
 SHARE = 0.03
@@ -183,7 +183,7 @@ frees its cache (c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`), so
 
 
 SOURCES = {
-    CONTEXT: "a run on an H200, and others' messages (huggingface/lora-fast#1)",
+    CONTEXT: "runs on an H200, others' on a T4 and an RTX 4090 (huggingface/lora-fast#1)",
     COMMUNICATION: "NCCL's buffers a channel (NVIDIA/nccl#1685)",
     FRAGMENTATION: f"{SHARE:.0%} of the peak (benchmarks/published_oom.json)",
 }
@@ -193,8 +193,8 @@ SOURCES = {
 def context_memory(job: Job, peak: int) -> Mapping[str, int]:
     """Return the GPU memory of a rank outside the allocator's `peak`, by term; nothing on CPU ranks.
 
-    Most figures are those of published runs that ended out of memory: PyTorch's message names the bytes of the process and of the
-    allocator. `calibrate` takes a run's figures instead.
+    Contexts are measured. NCCL's buffers and fragmentation are those of published runs that ended out of memory: PyTorch's message
+    names the bytes of the process and of the allocator. No run of the toolkit has confirmed these; `calibrate` takes a run's.
     """
     if job.device.kind != "cuda":
         return {}

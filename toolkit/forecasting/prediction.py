@@ -252,7 +252,9 @@ def _uncertainties(job: Job) -> tuple[str, ...]:
     if job.device.card is None:
         notes.append(f"The catalog has no speed of {job.device.name}. `calibrate` takes it from a run.")
     else:
-        notes.append("Time is a roofline over the card's speeds, mostly within a quarter; no run has calibrated it.")
+        notes.append(
+            "Time is a roofline over the card's speeds, mostly within a quarter. `calibrate` takes it from a run."
+        )
     if job.device.kind == "cpu":
         notes.append(CPU_NOTE)
     if job.device.kind == "cuda":

@@ -173,7 +173,7 @@ def _names(func: Any) -> tuple[str, ...]:
 
 def _ungrouped(func: Any, args: Any) -> Any:
     """Return an operator's arguments, keys and values with as many heads as the query: torch 2.11 counts no other attention."""
-    place = _names(func).index("key") if "key" in _names(func) else len(args)
+    place = _names(func).index("key") if "_scaled_dot_product" in func.name() else len(args)
     keys = [tensor[:, :1].expand(-1, args[place - 1].shape[1], -1, -1) for tensor in args[place : place + 2]]
     return (*args[:place], *keys, *args[place + 2 :])
 

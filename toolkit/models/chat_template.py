@@ -141,15 +141,18 @@ class ChatTemplate:
             ) from error
 
     def _apply(self, messages: Messages, **options: Any) -> str:
-        # What `apply_chat_template` does for each conversation besides takes three times as long as this. Here all is plain JSON.
-        from transformers.utils import chat_template_utils as hf
+        # transformers copies each conversation into plain JSON first, which takes as long as this. Here all is plain JSON.
+        from transformers.utils import chat_template_utils as upstream
 
-        known = {"messages": hf._alias_reasoning_fields(messages), **self._special, **options}
-        return str(hf._compile_jinja_template(self.template).render(known))
+        names = {**self._special, **options}
+        if not hasattr(upstream, "_alias_reasoning_fields"):  # another version
+            return str(upstream.render_jinja_template([messages], chat_template=self.template, **names)[0][0])
+        chat = upstream._alias_reasoning_fields(messages)
+        return str(upstream._compile_jinja_template(self.template).render(messages=chat, **names))
 
     @cached_property
     def _special(self) -> dict[str, Any]:
-        """What a template may name besides: special tokens, and what transformers gives each."""
+        """What a template may name beside the messages: special tokens, and what transformers gives each."""
         return {"tools": None, "documents": None, "add_generation_prompt": False, **self.tokenizer.special_tokens_map}
 
     @cached_property
