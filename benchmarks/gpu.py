@@ -280,9 +280,19 @@ def forecast_of(row: Mapping[str, Any], card: str) -> dict[str, Any]:
     return forecast_figures(expected.to_dict())
 
 
+def without_places(result: dict[str, Any]) -> dict[str, Any]:
+    """Return results without the folders of this machine, which doctor names."""
+    places = {str(Path.cwd()): ".", str(Path.home()): "~", sys.executable: "python"}
+    text = json.dumps(result)
+    for place, name in places.items():
+        text = text.replace(place, name)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def forecast_again(path: Path) -> None:
     """Make the forecasts of stored runs again, with today's code, for the card that they ran on."""
-    result = json.loads(path.read_text())
+    result = without_places(json.loads(path.read_text()))
     for row in result["runs"]:
         if "measured_phases" in row:
             row.pop("unforecast", None)
@@ -420,7 +430,7 @@ def main() -> None:
         longest = max(longest, rows[-1].get("wall_seconds", 0.0))
         timing = time_errors(rows)
         shown = "\n\n".join(table.text() for table in tables(rows, timing))
-        result = {**about(), "doctor": doctor.to_dict(), "facts": facts, "runs": rows, "timing": timing}
+        result = without_places({**about(), "doctor": doctor.to_dict(), "facts": facts, "runs": rows, "timing": timing})
         write_results(out, name, "Runs on one GPU", result, shown)
         print(shown, flush=True)
     shutil.rmtree(work / "runs", ignore_errors=True)

@@ -52,7 +52,7 @@ def script(sharding: str, count: int) -> str:
             "micro_batch=2, accumulation=4, max_grad_norm=1.0, seq_len=2048": (
                 f"micro_batch={BATCH // count}, accumulation=2, max_grad_norm={NORM}, seq_len={LENGTH}"
             ),
-            'torch.load("rows.pt")': "rows()",
+            'torch.load("rows.pt")': "rows().cpu()",
             "lr=2e-5": "lr=1e-3",
             "accelerator.end_training()": "    log(loss=loss, norm=norm)\ndone(accelerator, model, optimizer)",
         },
@@ -126,7 +126,8 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
 def rows() -> Any:
     import torch
 
-    return torch.randint(3, 250, (21 * BATCH, LENGTH), generator=torch.Generator().manual_seed(7))
+    ids = torch.randint(3, 250, (21 * BATCH, LENGTH), generator=torch.Generator().manual_seed(7))
+    return ids.to("cuda" if torch.cuda.is_available() else "cpu")  # where the models compute
 
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -297,7 +298,7 @@ def changed(folder: str, count: int, change: Callable[[Any], None]) -> list[floa
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = tk.prepare(accelerator, model, optimizer)
     first = accelerator.process_index * BATCH // count
-    ids = rows()[first : first + BATCH // count].to(accelerator.device)
+    ids = rows()[first : first + BATCH // count]
     losses = []
     for _ in range(2):
         loss = model(input_ids=ids, labels=ids).loss
@@ -344,7 +345,7 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
         model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
         for module.step in range(4):
             inputs = torch.randn(BATCH, 16, generator=draw).split(BATCH // count)[accelerator.process_index]
-            loss = (model(inputs) ** 2).mean()
+            loss = (model(inputs.to(accelerator.device)) ** 2).mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -510,7 +511,7 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
     model.model.norm.register_forward_hook(lambda module, _, hidden: hidden + module.shift)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    ids = rows()[rank * BATCH // count : (rank + 1) * BATCH // count].to(accelerator.device)
+    ids = rows()[rank * BATCH // count : (rank + 1) * BATCH // count]
     figures = []
     for _ in range(2):
         loss = model(input_ids=ids, labels=ids).loss
@@ -586,7 +587,7 @@ def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> di
             continue
         accelerator.wait_for_everyone()
         (path,) = (path for path in folder_of_way.iterdir() if path.suffix in (".safetensors", ".pt"))
-        read = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+        read = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu")
         tensors = {name.replace(".default.", "."): tensor for name, tensor in read.items()}
         wrong = [name for name, tensor in whole.items() if not torch.equal(tensor, tensors.get(name, torch.empty(0)))]
         found[name] = f"{len(whole) - len(wrong)} of {len(whole)} tensors are right"
@@ -606,7 +607,7 @@ def reopened(folder: str, place: Path, adapter: str) -> Any:
     with without_engine():
         model = AutoModelForCausalLM.from_pretrained(place if adapter == "none" else folder)
         model = model if adapter == "none" else PeftModel.from_pretrained(model, place)
-    return model
+    return model.to(rows().device)
 
 
 def alone(accelerator: Any, call: Callable[[], Any]) -> str:
@@ -686,7 +687,7 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
     except tk.StrategyError as error:
         accelerator.end_training()
         return {"refused": str(error)}
-    ids = rows()[accelerator.process_index * BATCH // count :][: BATCH // count].to(accelerator.device)
+    ids = rows()[accelerator.process_index * BATCH // count :][: BATCH // count]
     losses = []
     for _ in range(2):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -710,7 +711,7 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
             with without_engine():
                 opened = AutoModelForCausalLM.from_pretrained(base if "copies" in name else out)
                 opened = PeftModel.from_pretrained(opened, out) if "copies" in name else opened
-            error = float((opened(**probe).logits - trained).norm() / trained.norm())
+            error = float((opened.to(trained.device)(**probe).logits - trained).norm() / trained.norm())
             assert names == set(dict(opened.named_parameters(remove_duplicate=False)))
     accelerator.end_training()
     return {"losses": losses, "error": error if accelerator.is_main_process else None, "same": same}
