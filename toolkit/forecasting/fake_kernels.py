@@ -120,7 +120,7 @@ def _attention(
 
     Flash attention runs in half precision without a mask, from compute capability 8.0 on. The memory-efficient kernel runs with
     a mask or in fp32, without grouped heads. Otherwise scores are computed and saved. torch's own meta kernels show the bytes.
-    torch may prefer cuDNN's kernel, as it did on an H200, where the memory was this (benchmarks/results/gpu-H200-141GB.md).
+    torch may prefer cuDNN's kernel, as torch 2.11 did on an H200, where the memory was this (results/gpu-H200-141GB.md).
     """
     import torch
     from torch.nn import functional
