@@ -1,4 +1,4 @@
-"""An engine from outside the package (`tests/plugins/moments_engine.py`) is known everywhere; no file of `toolkit/` names it."""
+"""An engine and a transform from outside the package (`tests/plugins`) are known everywhere; no file of `toolkit/` names them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ from typing import Any
 import pytest
 from programs import ROOT, environment, python
 
+from toolkit import Strategy, TrainConfig, describe, forecast
+
 pytestmark = pytest.mark.dist
 
-SIZE = ("--steps", "6", "--seq-len", "64", "--micro-batch", "4", "--accumulation", "2")
+SIZE = (
+    "--steps",
+    "6",
+    "--seq-len",
+    "64",
+    "--micro-batch",
+    "4",
+    "--accumulation",
+    "2",
+    "--activation-checkpointing",
+    "none",
+)
+PLUGINS = [ROOT / "tests" / "plugins" / name for name in ("moments_engine.py", "recomputed_mlps.py")]
 
 KNOWN = """
 import json, sys
@@ -36,7 +50,7 @@ print(json.dumps({
 
 
 def run(*command: str, folder: Path) -> str:
-    environ = environment(TOOLKIT_ENGINES=str(ROOT / "tests" / "plugins" / "moments_engine.py"))
+    environ = environment(TOOLKIT_ENGINES=",".join(map(str, PLUGINS)))
     return python(*command, cwd=folder, env=environ, code=0).stdout
 
 
@@ -64,6 +78,17 @@ def test_it_holds_what_it_forecast(compared: dict[str, dict[str, Any]]) -> None:
     assert ours["measured"]["parts"]["optimizer"] < 0.6 * theirs["measured"]["parts"]["optimizer"]
 
 
+def test_a_transform_changes_the_run_and_its_forecast(compared: dict[str, dict[str, Any]]) -> None:
+    """This process knows no transform from outside, so its forecast keeps the MLPs' activations."""
+    measured = compared["ddp"]["measured"]["peak_bytes"]
+    assert compared["ddp"]["forecast"]["device"]["peak_bytes"] == pytest.approx(measured, rel=0.01)
+    strategy, train_config = (
+        Strategy(sharding="ddp", activation_checkpointing="none"),
+        TrainConfig(seq_len=64, micro_batch=4),
+    )
+    assert forecast(describe(), strategy, "2x cpu", train_config).peak_bytes > 1.03 * measured
+
+
 def forget_after(folder: Path, step: int) -> None:
     """Make a finished run one that ended behind the checkpoint of a step."""
     for checkpoint in (folder / "checkpoints").iterdir():
@@ -75,7 +100,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 def test_its_run_goes_on_under_fsdp_and_back(tmp_path: Path) -> None:
     train = ("-m", "toolkit.cli", "train", "--processes", "2", *SIZE, "--no-save", "--no-memory-window")
-    run(*train, "--sharding", "ddp", "--run-dir", "whole", folder=tmp_path)
+    assert "recomputed MLPs" in run(*train, "--sharding", "ddp", "--run-dir", "whole", folder=tmp_path)
     run(*train, "--sharding", "moments", "--run-dir", "moved", "--save-every", "2", "--keep", "3", folder=tmp_path)
     moved = tmp_path / "moved"
     for flags, step in (

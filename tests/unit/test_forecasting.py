@@ -28,7 +28,7 @@ from toolkit.data.rows import column_names
 from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.resolution import resolve
 from toolkit.engines.states import checkpoint_bytes
-from toolkit.engines.traces import Adapter, Segment, TraceConfig
+from toolkit.engines.traces import Segment, TraceConfig
 from toolkit.forecasting import fake_kernels, memory, traced_model, traces, tracing
 from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
@@ -44,10 +44,16 @@ from toolkit.models import ModelSpec
 from toolkit.transforms.adapters import check_quantized
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-FP32 = TraceConfig(weights="float32", autocast=None, attention="sdpa", checkpointing=True, masked=False, device="cpu")
-AUTOCAST = dataclasses.replace(FP32, autocast="bfloat16")
-CAST = dataclasses.replace(FP32, weights="bfloat16", checkpointing=False)
-LORA = Adapter(kind="lora", rank=4, targets="all-linear", dtype="float32")
+
+
+def traced_as(sharding: str = "ddp", precision: str = "fp32", **words: Any) -> TraceConfig:
+    strategy = Strategy(sharding=sharding, precision=precision, attention="sdpa", **words)
+    job = resolve(strategy, TrainConfig(), None, 2, hardware("2x cpu").device)
+    return job.engine.trace_config(job, masked=False)
+
+
+FP32, AUTOCAST = traced_as(), traced_as(precision="bf16")
+CAST = traced_as("fsdp", "bf16", activation_checkpointing="none")
 EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
 LLAMA_8B, LLAMA_70B = (4096, 14336, 32, 32), (8192, 28672, 80, 64)
 
@@ -84,20 +90,20 @@ def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec
         ("llama", AUTOCAST),
         ("llama", CAST),
         ("llama", EAGER),
-        ("gpt2", dataclasses.replace(FP32, checkpointing=False)),
+        ("gpt2", traced_as(activation_checkpointing="none")),
         ("gpt2", dataclasses.replace(AUTOCAST, device="cuda")),
         ("gemma", FP32),
         ("mixtral", FP32),
         ("mamba", dataclasses.replace(FP32, attention="eager")),
         ("t5", FP32),
         ("t5", AUTOCAST),
-        ("llama", dataclasses.replace(AUTOCAST, weights="bfloat16", adapter=LORA)),
-        ("llama", dataclasses.replace(CAST, adapter=dataclasses.replace(LORA, dtype="bfloat16"))),
-        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="dora"))),
-        ("gpt2", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
-        ("gemma", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora"))),
-        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"), checkpointing=False)),
-        ("llama", dataclasses.replace(FP32, adapter=dataclasses.replace(LORA, kind="qlora8"), device="cuda")),
+        ("llama", traced_as(precision="bf16", adapter="lora")),
+        ("llama", traced_as("fsdp", "bf16", adapter="lora", activation_checkpointing="none")),
+        ("llama", traced_as(adapter="dora")),
+        ("gpt2", traced_as(adapter="qlora")),
+        ("gemma", traced_as(adapter="qlora")),
+        ("llama", traced_as(adapter="qlora8", activation_checkpointing="none")),
+        ("llama", dataclasses.replace(traced_as(adapter="qlora8"), device="cuda")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -138,7 +144,8 @@ def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig
 
 def test_stage_3_saves_the_inputs_of_frozen_linear_modules() -> None:
     spec = describe(config("llama", 2))
-    way = dataclasses.replace(CAST, adapter=dataclasses.replace(LORA, targets="q_proj"))
+    words = {"adapter": "lora", "lora_rank": 4, "lora_targets": "q_proj", "activation_checkpointing": "none"}
+    way = dataclasses.replace(traced_as("fsdp", "bf16", **words), trained="float32")
     saving = trace_of(spec, dataclasses.replace(way, saves_inputs=True), batch=2, seq_len=64)
     inputs = 2 * 64 * (64 + 64 + 192) * 2  # of o_proj, of gate_proj and up_proj, and of down_proj, in bf16
     more = peak(split_segments(saving)) - peak(split_segments(trace_of(spec, way, batch=2, seq_len=64)))
@@ -146,12 +153,12 @@ def test_stage_3_saves_the_inputs_of_frozen_linear_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    "computes", [dataclasses.replace(FP32, weights="bfloat16"), AUTOCAST], ids=["bf16", "autocast"]
+    "computes", [CAST, traced_as(precision="bf16", activation_checkpointing="none")], ids=["bf16", "autocast"]
 )
 def test_flash_attention_keeps_no_scores_and_a_mask_costs(computes: TraceConfig) -> None:
     """Under autocast query and key come in fp32, and the kernel takes them in bf16."""
     spec = describe(config("llama", 2))
-    way = dataclasses.replace(computes, device="cuda", checkpointing=False)
+    way = dataclasses.replace(computes, device="cuda")
     segments = [
         split_segments(trace_of(spec, dataclasses.replace(way, masked=masked), batch=1, seq_len=1024))
         for masked in (False, True)
@@ -167,7 +174,7 @@ def test_flash_attention_keeps_no_scores_and_a_mask_costs(computes: TraceConfig)
 
 def test_autocast_on_a_gpu_computes_more_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = describe(config("gpt2", 2))
-    way = dataclasses.replace(AUTOCAST, checkpointing=False, device="cuda")
+    way = dataclasses.replace(traced_as(precision="bf16", activation_checkpointing="none"), device="cuda")
     wide = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))
     monkeypatch.setattr(fake_kernels, "cuda_casts", contextlib.nullcontext)
     narrow = peak(split_segments(tracing.trace(spec, way, batch=2, seq_len=64)))

@@ -36,7 +36,7 @@ from toolkit.models import describe
 spec = describe(sys.argv[1])
 for rank in (0, 1):
     config = TraceConfig(
-        weights="float32", autocast=None, attention="sdpa", checkpointing=False, masked=False, device="cpu", tp=2, tp_rank=rank
+        weights="float32", trained="float32", autocast=None, attention="sdpa", masked=False, device="cpu", tp=2, tp_rank=rank
     )
     with fake_mesh(config) as mesh:
         with torch.device("meta"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ class Job:
     """That runs the strategy."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The engine's resolved configuration, word for word."""
+    transforms: tuple[Transform, ...] = ()
+    """Changes of the model between reading and `prepare`, in order."""
 
     @property
     def precision(self) -> Precision:
@@ -72,3 +74,36 @@ class Job:
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
         return self.parallelism.coordinates(rank)
+
+
+class Transform:
+    """A change of a model between reading its weights and `prepare`.
+
+    `load` applies a job's transforms in the order of the registry. The trace of a forecast applies the same ones to the shallow
+    model on the meta device, so their activations and operations are in the forecast. Subclasses call `register_transform`.
+    """
+
+    name: str
+    libraries: tuple[str, ...] = ()
+    """Packages that `apply` imports. A trace runs in a child process where one of them is not imported yet."""
+
+    def settings(self, job: Job) -> Hashable | None:
+        """Return everything of the job that `apply` depends on, or None where the job does without it.
+
+        Traces of equal settings are shared. By default all fields count, so jobs share few traces.
+        """
+        return job.strategy, job.train_config
+
+    def refuse(self, job: Job) -> None:
+        """Refuse a job before any process starts.
+
+        Raises:
+            StrategyError: what the transform cannot do, and the fix.
+        """
+
+    def apply(self, model: Any, job: Job) -> Any:
+        """Change the model in place. Return it, or the module around it that is trained."""
+        return model
+
+    def after_prepare(self, prepared: Any) -> None:
+        """Finish after `prepare`, before the audit; takes `records.Prepared`."""

@@ -1,4 +1,4 @@
-"""Which engine runs a sharding: this package's own, and those of modules from elsewhere, which every process of a run imports."""
+"""Engines and transforms: this package's own, and those of modules from elsewhere, which every process of a run imports."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from toolkit.config.strategy import SHARDINGS, Sharding
 from toolkit.core.atomic_io import open_regular
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine
+from toolkit.engines.job import Transform
 
 PLUGINS = "TOOLKIT_ENGINES"
-"""The environment variable with the modules of engines from elsewhere, or the files of modules that are not installed."""
+"""The environment variable with the modules, or module files, of engines and transforms from elsewhere."""
 
 _BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 """Module of this package → its class. It is imported at its first use, as its libraries are."""
 
 _engines: dict[str, Engine] = {}
 """Engines that were used or registered, by name."""
+
+_BUILT_IN_TRANSFORMS = {"activation_checkpointing": "checkpointing", "adapter": "adapters"}
+"""Name → its module in `toolkit.transforms`, in the order of their use. Others come after them."""
+
+_transforms: dict[str, Transform] = {}
+"""Registered transforms, by name."""
 
 
 def engine_for(sharding: str, tp: int = 1) -> Engine:
@@ -70,8 +77,32 @@ def register(row: Sharding, engine: Engine) -> None:
         )
     SHARDINGS[row.word] = row
     _engines[row.engine] = engine
+    _import_in_children(module)
+
+
+def register_transform(transform: Transform) -> None:
+    """Add a transform. One from outside this package follows the built-in ones, in all processes, as `register` says.
+
+    Raises:
+        StrategyError: for a name that another transform has.
+    """
+    if type(_transforms.setdefault(transform.name, transform)) is not type(transform):
+        raise StrategyError(f"transform {transform.name!r} exists already. Choose another name.")
+    _import_in_children(type(transform).__module__)
+
+
+def all_transforms() -> list[Transform]:
+    """Return every transform in the order of use. The built-in ones register at the first call."""
+    if not _BUILT_IN_TRANSFORMS.keys() <= _transforms.keys():
+        for module in _BUILT_IN_TRANSFORMS.values():
+            importlib.import_module(f"toolkit.transforms.{module}")
+    return [_transforms[name] for name in dict.fromkeys((*_BUILT_IN_TRANSFORMS, *_transforms))]
+
+
+def _import_in_children(module: str) -> None:
+    """Add the module of an engine or a transform to `TOOLKIT_ENGINES`."""
     named = [name for name in os.environ.get(PLUGINS, "").split(",") if name]
-    if module not in (*named, "__main__"):
+    if module not in (*named, "__main__") and not module.startswith("toolkit."):
         # Ranks do not look into the working directory, so a module that is one file is named by it.
         file = Path(getattr(sys.modules[module], "__file__", None) or "")
         os.environ[PLUGINS] = ",".join([*named, str(file.resolve()) if file.name == f"{module}.py" else module])

@@ -13,7 +13,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Device, Hardware
 from toolkit.engines.job import Job
-from toolkit.engines.registry import engine_for
+from toolkit.engines.registry import all_transforms, engine_for
 from toolkit.models import NF4, ModelSpec
 from toolkit.models.varlen import DROPOUTS, separates_documents
 
@@ -43,7 +43,10 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         device=device,
         engine=engine_for(strategy.sharding, strategy.tp),
     )
-    job = dataclasses.replace(job, settings=job.engine.settings(job))
+    transforms = tuple(transform for transform in all_transforms() if transform.settings(job) is not None)
+    for transform in transforms:
+        transform.refuse(job)
+    job = dataclasses.replace(job, settings=job.engine.settings(job), transforms=transforms)
     check_scaling(job)
     return job
 
@@ -163,8 +166,7 @@ def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec |
     """Refuse values that the model does not support on any engine.
 
     Raises:
-        StrategyError: for files that are quantized already, a sequence over the model's limit, LoRA targets that the model does
-            not have, and activation checkpointing of a class without it.
+        StrategyError: for files that are quantized already, and a sequence over the model's limit.
     """
     if spec is None:
         return
@@ -181,16 +183,3 @@ def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec |
             f"seq_len {train_config.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
             f"Choose --seq-len {spec.max_positions} or less."
         )
-    if strategy.activation_checkpointing == "full" and not spec.checkpointed:
-        raise StrategyError(
-            f"{spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
-        )
-    if strategy.adapter != "none" and strategy.lora_targets != "all-linear":
-        text = spec.trained_linears
-        ends = {name.rpartition(".")[2] for name in text}
-        for word in strategy.lora_targets.split(","):
-            if not any(name == word.strip() or name.endswith("." + word.strip()) for name in text):
-                raise StrategyError(
-                    f"lora_targets {word.strip()!r} names no linear module of {spec.name}. "
-                    f"Known: {', '.join(sorted(ends))}; or 'all-linear'."
-                )

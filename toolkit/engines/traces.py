@@ -6,26 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from toolkit.config.tables import ATTENTIONS
 from toolkit.engines.job import Job
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapter:
-    """The inputs of an adapter's computation."""
-
-    kind: str
-    """`lora`, `dora`, `qlora` or `qlora8`."""
-    rank: int
-    targets: str
-    """As `Strategy.lora_targets`."""
-    dtype: str
-    """torch's name of the dtype that its weights have in the forward."""
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +20,21 @@ class TraceConfig:
 
     weights: str
     """torch's name of the dtype that the weights have in the forward; with an adapter the frozen ones."""
+    trained: str
+    """torch's name of the dtype that the trained weights have in the forward."""
     autocast: str | None
     """The dtype of autocast, or None. Under it the model's outputs are cast to fp32."""
     attention: str
-    checkpointing: bool
     masked: bool
     """Whether attention gets a mask: where a row holds several documents, or padding."""
     device: str
     """`cpu` or `cuda`: kernels differ."""
     flash: bool = True
     """Whether the device runs `scaled_dot_product_attention`'s flash kernel: compute capability 8.0 or more."""
-    adapter: Adapter | None = None
-    """The adapter on frozen weights, or None."""
+    transforms: tuple[tuple[str, Hashable], ...] = ()
+    """Name and settings of each transform of the job."""
+    job: Job | None = field(default=None, compare=False, repr=False)
+    """The job of the transforms. Traces with equal settings are equal, whatever else differs."""
     saves_inputs: bool = False
     """Whether a linear module saves its input even though its weight is frozen."""
     tp: int = 1
@@ -62,21 +51,16 @@ def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig
     """
     strategy = job.strategy
     trained = job.weight_dtype if autocast else job.compute_dtype
-    fields: dict[str, Any] = {
-        "rank": strategy.lora_rank,
-        "targets": strategy.lora_targets,
-        "dropout": strategy.lora_dropout,
-    }
-    adapter = Adapter(kind=strategy.adapter, dtype=trained, **fields)
     return TraceConfig(
         weights=trained if strategy.adapter == "none" else job.compute_dtype,
+        trained=trained,
         autocast=autocast,
         attention=strategy.attention,
-        checkpointing=strategy.activation_checkpointing == "full",
         masked=masked and not ATTENTIONS[strategy.attention].joins_rows,
         device=job.device.kind,
         flash=(job.device.capability or (8, 0)) >= (8, 0),
-        adapter=None if strategy.adapter == "none" else adapter,
+        transforms=tuple((transform.name, transform.settings(job)) for transform in job.transforms),
+        job=job,
     )
 
 

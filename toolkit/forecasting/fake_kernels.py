@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.engines.traces import TraceConfig
-from toolkit.forecasting.traced_model import QUANTIZED
 from toolkit.transforms.adapters import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def replaced_kernels(config: TraceConfig) -> Iterator[None]:
         kernels.append((functional, "scaled_dot_product_attention", partial(_attention, config.flash)))
     if config.saves_inputs:
         kernels.append((functional, "linear", _saving_linear))
-    if config.adapter is not None and config.adapter.kind in QUANTIZED:
+    if config.job is not None and config.job.strategy.quantized:
         import_bitsandbytes()
         bitsandbytes = importlib.import_module("bitsandbytes")
         kernels.append((bitsandbytes, "matmul_4bit", _fake_product))

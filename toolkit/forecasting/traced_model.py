@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.states import adapted, expert_shapes, packed_shape, quantizable
-from toolkit.engines.traces import Adapter, LayerStack, TraceConfig
+from toolkit.engines.states import expert_shapes, packed_shape, quantizable
+from toolkit.engines.traces import LayerStack, TraceConfig
 from toolkit.models import ModelSpec
 from toolkit.models.structure import module_lists
-from toolkit.transforms.adapters import add_adapter, import_bitsandbytes
+from toolkit.transforms.adapters import import_bitsandbytes
 from toolkit.transforms.fused_experts import mark_experts
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
     """Keep three layers of each kind in every stack of the model, in place.
 
-    Layers are of one kind where class, shapes of parameters and the config's `layer_types` agree.
+    Layers are of one kind where class, shapes of parameters, switches and the config's `layer_types` agree.
     """
     from torch import nn
 
@@ -36,7 +37,8 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
         kinds_: list[Any] = []
         for index, layer in enumerate(stack.children()):
             shapes = tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())
-            kinds_.append((type(layer), shapes, types[index] if types and index < len(types) else None))
+            switches = tuple((name, value) for name, value in vars(layer).items() if isinstance(value, bool))
+            kinds_.append((type(layer), shapes, switches, types[index] if types and index < len(types) else None))
         distinct = list(dict.fromkeys(kinds_))
         kinds = tuple(distinct.index(kind) for kind in kinds_)
         kept_layers = _kept_layers(kinds)
@@ -62,32 +64,30 @@ def _kept_layers(kinds: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-QUANTIZED = {"qlora": 4, "qlora8": 8}
-"""Adapters over quantized weights, and their bits."""
-
-
-def add_traced_adapter(model: PreTrainedModel, stacks: Sequence[LayerStack], spec: ModelSpec, adapter: Adapter) -> Any:
-    """Replace quantized modules by bitsandbytes' and add the adapter, in place, on the meta device.
+def transform(model: PreTrainedModel, config: TraceConfig, spec: ModelSpec) -> Any:
+    """Replace the quantized modules, as reading does, and apply the job's transforms, all on the meta device.
 
     Returns:
-        PEFT's model around the given one.
+        The model, or PEFT's around it. Its trained parameters have the dtype of the forward.
     """
     import torch
 
-    if adapter.kind in QUANTIZED:
-        setattr(model, f"is_loaded_in_{QUANTIZED[adapter.kind]}bit", True)  # read by PEFT
-        for name in _kept_names(stacks, quantizable(spec)):
-            _replace(model, name, QUANTIZED[adapter.kind])
-        if adapter.kind == "qlora":
-            names = _kept_names(stacks, expert_shapes(spec))
-            mark_experts(model, {name: model.get_parameter(name).shape for name in names})
-    targets = list(_kept_names(stacks, adapted(spec, adapter.targets)))
+    if config.job is None:
+        return model
+    adapter, outer = config.job.strategy.adapter, model
+    if config.job.strategy.quantized:
+        bits = 4 if adapter == "qlora" else 8
+        setattr(model, f"is_loaded_in_{bits}bit", True)  # read by PEFT
+        for name in quantizable(spec):
+            _replace(model, name, bits)
+        mark_experts(model, expert_shapes(spec) if bits == 4 else {})
     with torch.device("meta"):
-        peft_model = add_adapter(model, spec.kind, adapter.kind, adapter.rank, targets, dropout=adapter.dropout)
-    for parameter in peft_model.parameters():
+        for each in config.job.transforms:
+            outer = each.apply(outer, replace(config.job, spec=spec))
+    for parameter in outer.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(getattr(torch, adapter.dtype))
-    return peft_model
+            parameter.data = parameter.data.to(getattr(torch, config.trained))
+    return outer
 
 
 def pack(model: PreTrainedModel) -> None:
@@ -118,18 +118,6 @@ def pack(model: PreTrainedModel) -> None:
             state.CB, state.SCB = packed.data, torch.empty(shape[0])
             module.register_buffer("scales", state.SCB)  # a buffer exists before the step
         module.weight = packed
-
-
-def _kept_names(stacks: Sequence[LayerStack], names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of parameters that the shallow model has, with its layer numbers."""
-    for name in names:
-        stack = next((candidate for candidate in stacks if name.startswith(f"{candidate.name}.")), None)
-        if stack is None:
-            yield name
-            continue
-        index, _, rest = name.removeprefix(f"{stack.name}.").partition(".")
-        if int(index) in stack.indices:
-            yield f"{stack.name}.{stack.indices.index(int(index))}.{rest}"
 
 
 def _replace(model: PreTrainedModel, name: str, bits: int) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,16 @@ def _keep_traces(
 
 
 def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
-    libraries = ("peft", "bitsandbytes") if config.adapter else ()  # only quantized weights need the second
-    adapting = [package.version for name in libraries for package in metadata.distributions(name=name)]
-    made_from = [spec.architecture, spec.config, dataclasses.asdict(config), batch, seq_len, adapting]
-    return cache_file("traces", json.dumps(made_from, sort_keys=True, default=str).encode())
+    versions = [package.version for name in _libraries(config) for package in metadata.distributions(name=name)]
+    fields = [getattr(config, field.name) for field in dataclasses.fields(config) if field.compare]
+    made_from = [spec.architecture, spec.config, fields, batch, seq_len, versions]
+    return cache_file("traces", json.dumps(made_from, sort_keys=True, default=repr).encode())
+
+
+def _libraries(config: TraceConfig) -> Iterator[str]:
+    """Yield the packages of the configuration's transforms."""
+    for transform in config.job.transforms if config.job is not None else ():
+        yield from transform.libraries
 
 
 def _read_cached(path: Path) -> Trace | None:
@@ -154,7 +161,7 @@ def _trace_batches(
 
 def _needs_child(config: TraceConfig) -> bool:
     """Return whether a trace runs in a child: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
-    return config.tp > 1 or (config.adapter is not None and "peft" not in sys.modules)
+    return config.tp > 1 or any(name not in sys.modules and find_spec(name) for name in _libraries(config))
 
 
 def _trace_in_child(

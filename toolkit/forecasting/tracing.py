@@ -20,18 +20,17 @@ from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
 from toolkit.forecasting.fake_kernels import replaced_kernels
 from toolkit.forecasting.traced_model import (
-    add_traced_adapter,
     allocate,
     distribute,
     fake_mesh,
     local,
     pack,
+    transform,
     truncate_layers,
 )
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
 from toolkit.models.varlen import separates_documents
-from toolkit.transforms.checkpointing import enable_checkpointing
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +63,8 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     packed = separates_documents(spec, joined=False)
     with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
+        outer = transform(model, config, spec)
         stacks = truncate_layers(model, spec)
-        if config.checkpointing:
-            enable_checkpointing(model)
-        # The adapter comes second, so that PEFT lets embeddings require gradients under activation checkpointing.
-        outer = model if config.adapter is None else add_traced_adapter(model, stacks, spec, config.adapter)
         if mesh is not None:
             distribute(model, mesh)
         outer.train()
@@ -77,8 +73,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, sharded=mesh is not None)
             model.tie_weights()
-            if config.adapter is not None:
-                pack(model)
+            pack(model)
             inputs = _inputs(config, batch, seq_len, packed=packed)
             for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
                 tracker.know(local(tensor))

@@ -150,6 +150,8 @@ class UniformLoop(UniformSteps):
         restore_masters(prepared, given, from_checkpoint=from_checkpoint)
         if from_checkpoint:
             engine.after_prepare(prepared)
+            for transform in self.job.transforms:
+                transform.after_prepare(prepared)
         self.unlike_spec = unlike_spec(self.job, given.shapes)
         if self.unlike_spec:
             self.print(f"prepare: bytes and dtypes were not compared, since {self.unlike_spec}")

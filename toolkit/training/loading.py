@@ -31,7 +31,6 @@ from toolkit.models.hf_loading import (
 from toolkit.models.varlen import register_varlen
 from toolkit.training.streamed_weights import StreamedWeights
 from toolkit.transforms.adapters import (
-    adapt,
     check_quantized,
     keep_packing,
     quantization,
@@ -39,7 +38,7 @@ from toolkit.transforms.adapters import (
     read_dtype,
     require_libraries,
 )
-from toolkit.transforms.checkpointing import checkpoint_in_training_only, enable_checkpointing
+from toolkit.transforms.checkpointing import checkpoint_in_training_only
 from toolkit.transforms.fused_experts import mark_experts, pack_experts
 
 if TYPE_CHECKING:
@@ -89,8 +88,9 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     notes = [f"loading: {engine.loading_note(job, reader.streamed)}", *_configure(job, model, tokenizer)]
     if job.weight_dtype == "bfloat16":
         notes += _rounding_note(job, model, on_main(accelerator, lambda: fp32_tensors(spec)))
+    for transform in job.transforms:
+        model = transform.apply(model, job)
     if job.strategy.adapter != "none":
-        model = cast("PreTrainedModel", adapt(job, model))
         notes.append(_adapter_note(job, model))
     engine.before_prepare(job, model)
     accelerator.from_checkpoint.add(model)
@@ -336,17 +336,16 @@ def _check(job: Job, model: PreTrainedModel) -> None:
 
 
 def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Set the cache, the pad token and activation checkpointing. Return a line for each."""
+    """Set the cache and the pad token. Return a line for each value of the model."""
     spec = cast("ModelSpec", job.spec)
     text = model.config.get_text_config()
     model.config.use_cache = text.use_cache = False
     model.config.pad_token_id = text.pad_token_id = tokenizer.pad_token_id
     if model.generation_config is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    checkpointing = job.strategy.activation_checkpointing
-    if checkpointing == "full":
-        enable_checkpointing(model)
-    notes = [f"attention: {job.strategy.attention}; activation checkpointing: {checkpointing}; KV cache off"]
+    strategy = job.strategy
+    recomputed = f"activation checkpointing: {strategy.activation_checkpointing}"
+    notes = [f"attention: {strategy.attention}; {recomputed}; KV cache off"]
     if spec.frozen:
         notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
     if spec.moe is not None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import MissingLibrary, ModelError, StrategyError
 from toolkit.core.units import format_count
-from toolkit.engines.job import Job
+from toolkit.engines.job import Job, Transform
+from toolkit.engines.registry import register_transform
 from toolkit.engines.states import adapted, packed_names
 from toolkit.engines.upstream import patched
 from toolkit.models import ModelSpec
@@ -197,6 +198,37 @@ def quantized_weights(model: nn.Module) -> dict[str, int]:
     """Return the names of all quantized weights, each with its number of elements before packing."""
     linear = {f"{name}.weight": elements for name, elements in quantized_modules(model).items()}
     return linear | {name: math.prod(shape) for name, shape in packed_experts(model).items()}
+
+
+class AdapterTransform(Transform):
+    """`--adapter`: PEFT's, over weights that are read frozen, and packed with `qlora` and `qlora8`."""
+
+    name = "adapter"
+    libraries = ("peft", "bitsandbytes")
+
+    def settings(self, job: Job) -> tuple[str, int, str, float] | None:
+        values = job.strategy
+        if values.adapter == "none":
+            return None
+        return values.adapter, values.lora_rank, values.lora_targets, values.lora_dropout
+
+    def refuse(self, job: Job) -> None:
+        spec, targets = job.spec, job.strategy.lora_targets
+        if spec is None or targets == "all-linear":
+            return
+        ends = {name.rpartition(".")[2] for name in spec.trained_linears}
+        for word in map(str.strip, targets.split(",")):
+            if word == "all-linear" or not adapted(spec, word):
+                raise StrategyError(
+                    f"lora_targets {word!r} names no linear module of {spec.name}. "
+                    f"Known: {', '.join(sorted(ends))}; or 'all-linear'."
+                )
+
+    def apply(self, model: Any, job: Job) -> Any:
+        return adapt(job, model)
+
+
+register_transform(AdapterTransform())
 
 
 def adapt(job: Job, model: PreTrainedModel) -> PeftModel:

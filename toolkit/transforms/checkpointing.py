@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.errors import StrategyError
+from toolkit.engines.job import Job, Transform
+from toolkit.engines.registry import register_transform
+
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward. Before 5.23 transformers has an older name for it alone."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+class Checkpointing(Transform):
+    """`--activation-checkpointing`. It comes before an adapter: PEFT then lets embeddings require gradients."""
+
+    name = "activation_checkpointing"
+
+    def settings(self, job: Job) -> str | None:
+        policy = job.strategy.activation_checkpointing
+        return policy if policy != "none" else None
+
+    def refuse(self, job: Job) -> None:
+        if job.spec is not None and not job.spec.checkpointed:
+            raise StrategyError(
+                f"{job.spec.architecture} has no activation checkpointing. Choose --activation-checkpointing none."
+            )
+
+    def apply(self, model: Any, job: Job) -> Any:
+        # Before 5.23 transformers has the older name alone.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        return model
+
+
+register_transform(Checkpointing())
 
 
 def checkpoint_in_training_only(model: torch.nn.Module) -> None:
