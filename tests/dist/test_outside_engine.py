@@ -81,7 +81,7 @@ def test_it_holds_what_it_forecast(compared: dict[str, dict[str, Any]]) -> None:
 def test_a_transform_changes_the_run_and_its_forecast(compared: dict[str, dict[str, Any]]) -> None:
     """This process knows no transform from outside, so its forecast keeps the MLPs' activations."""
     measured = compared["ddp"]["measured"]["peak_bytes"]
-    assert compared["ddp"]["forecast"]["device"]["peak_bytes"] == pytest.approx(measured, rel=0.01)
+    assert compared["ddp"]["forecast"]["device"]["peak_bytes"] == pytest.approx(measured, rel=0.02)
     strategy, train_config = (
         Strategy(sharding="ddp", activation_checkpointing="none"),
         TrainConfig(seq_len=64, micro_batch=4),
