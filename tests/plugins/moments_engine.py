@@ -80,7 +80,7 @@ class Moments(DDP):
         owners, rank = owner_of(prepared.job), prepared.accelerator.process_index
         named = dict(prepared.accelerator.unwrap_model(prepared.model).named_parameters())
         with phase("step"):
-            norm = float(prepared.accelerator.clip_grad_norm_(named.values(), prepared.job.train_config.max_grad_norm))
+            norm = float(self.clip(list(named.values()), prepared.job.train_config.max_grad_norm))
             for name, owner in owners.items():
                 if owner != rank:
                     named[name].grad = None

@@ -55,8 +55,10 @@ class Engine(OptimizerStep):
     """Whether model and optimizer have to come in one call of `prepare`."""
     needs_optimizer = False
     """Whether `prepare` takes no model without an optimizer."""
-    steps_in_backward = False
-    """Whether the backward that ends an accumulation clips and steps, and the optimizer's `step` does nothing."""
+    own_loop: type | None = None
+    """A base class of `tk.accelerator`'s: what a user's own loop needs otherwise than with `training.own_loop.OwnLoop`."""
+    needs_every_group = False
+    """Whether the optimizer has to step all that is trained, element by element: it gets flat parts of many parameters."""
     model_no_sync = True
     """Whether the prepared model has a usable `no_sync`."""
     broadcasts_buffers = False
@@ -65,8 +67,6 @@ class Engine(OptimizerStep):
     """Whether gradients are reduced after every micro-batch."""
     wraps_model = True
     """Whether `prepare` wraps the model in another class."""
-    needs_every_gradient = False
-    """Whether each trained parameter needs a gradient in the backward that ends an accumulation."""
     scales_on_cpu = False
     """Whether fp16 trains on a CPU that computes it. Accelerate's scaler is silently off there."""
     hides_every_backward = True
@@ -263,7 +263,8 @@ class Engine(OptimizerStep):
                 sums.append(loss.detach())
                 if last:
                     on_last_forward(sums)
-                self.backward(prepared, loss * weight(), last)
+                with phase("backward"):
+                    self.backward(prepared, loss * weight(), last)
                 del loss
         return sums
 

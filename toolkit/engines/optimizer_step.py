@@ -1,13 +1,15 @@
-"""An optimizer step through Accelerate, which every engine has unless its library steps."""
+"""An optimizer step: clipped and taken here, once. Every engine has it unless its library steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.phases import phase
 from toolkit.core.units import dtype_name
+from toolkit.engines.gradients import check_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StepResult
 from toolkit.engines.states import set_steps, steps_of
@@ -17,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class OptimizerStep:
-    """The part of an `Engine` from the backward to the optimizer's counters."""
+    """The part of an `Engine` from the backward to the optimizer's counters. It calls nothing of the Accelerator's that steps."""
+
+    needs_every_gradient = False
+    """Whether each trained parameter needs a gradient in the backward that ends an accumulation."""
 
     def backward(self, prepared: Prepared, loss: torch.Tensor, last: bool) -> None:
-        """Run the backward of a weighted loss; `last` ends the accumulation.
-
-        Accelerate divides the loss by the accumulation steps, which is undone.
-        """
+        """Run the backward of a weighted loss; `last` ends the accumulation."""
         accelerator = prepared.accelerator
-        with phase("backward"):
-            accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+        if last or not self.needs_every_gradient:  # DDP reduces in the last micro-batch alone
+            check_gradients(accelerator, loss)
+        (loss if accelerator.scaler is None else accelerator.scaler.scale(loss)).backward()
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip gradients in place and return their global L2 norm over all ranks.
@@ -58,29 +61,31 @@ class OptimizerStep:
         """
         import torch
 
-        accelerator, optimizer = prepared.accelerator, prepared.optimizer
+        optimizer: Any = prepared.optimizer
+        scaler = prepared.accelerator.scaler
+        take = partial(type(optimizer).step, optimizer)  # Accelerate's: a user's own loop has another one on the object
         with phase("step"):
-            parameters = list(prepared.model.parameters())
-            norm = accelerator.clip_grad_norm_(parameters, prepared.job.train_config.max_grad_norm)
-            kinds = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
-            scaled = accelerator.scaler is not None
+            if scaler is not None:
+                scaler.unscale_(optimizer.optimizer)
+            parameters = [parameter for parameter in prepared.model.parameters() if parameter.grad is not None]
+            norm: Any = self.clip(parameters, prepared.job.train_config.max_grad_norm or math.inf)
+            kinds = {parameter.grad.dtype for parameter in parameters}
             if found_inf is None:
                 norm = float(norm)
                 finite = math.isfinite(norm)
-                if scaled or finite:
-                    optimizer.step()
-                skipped = accelerator.optimizer_step_was_skipped if scaled else not finite
+                if scaler is not None or finite:
+                    take()
+                skipped = optimizer.step_was_skipped if scaler is not None else not finite
             else:
                 found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).to(found_inf.dtype)))
-                inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
-                inner.found_inf = found_inf  # torch's fused kernels read it (torch/optim/adam.py `step`)
+                optimizer.optimizer.found_inf = found_inf  # torch's fused kernels read it (torch/optim/adam.py `step`)
                 try:
-                    optimizer.step()
+                    take()
                 finally:
-                    del inner.found_inf
+                    del optimizer.optimizer.found_inf
                 skipped = False
             optimizer.zero_grad()
-        scale = accelerator.scaler.get_scale() if scaled else 1.0
+        scale = 1.0 if scaler is None else scaler.get_scale()
         gradients = "+".join(sorted(map(dtype_name, kinds)))
         return StepResult(norm=norm, skipped=skipped, gradients=gradients, scale=scale)
 

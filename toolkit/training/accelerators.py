@@ -1,4 +1,4 @@
-"""The `accelerate.Accelerator` of a job: a user's own loop means the same on every engine."""
+"""The `accelerate.Accelerator` of a job: what it prepares is audited, and a user's own loop means the same on every engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from toolkit.core.errors import RunError, StrategyError, ToolkitError
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.base import engine_environment
-from toolkit.engines.gradients import watch_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
-from toolkit.training.accelerator_steps import UniformSteps
 from toolkit.training.given_weights import GivenWeights
 from toolkit.training.model_checks import (
     check_adapter,
@@ -28,6 +26,7 @@ from toolkit.training.model_checks import (
     check_uniform,
 )
 from toolkit.training.model_methods import gather_in_methods, refuse_parts
+from toolkit.training.own_loop import OwnLoop
 from toolkit.training.preparation import (
     audit,
     broadcast_buffers,
@@ -45,14 +44,15 @@ if TYPE_CHECKING:
 
 
 @cache
-def accelerator_class() -> Any:
-    """Return Accelerate's Accelerator with the methods of `UniformLoop`."""
+def accelerator_class(own_loop: type | None) -> Any:
+    """Return Accelerate's Accelerator with the methods of `AuditedPrepare`, of `OwnLoop`, and an engine's before these."""
     import accelerate
 
-    return type("Accelerator", (UniformLoop, accelerate.Accelerator), {})
+    bases = (AuditedPrepare, *([own_loop] if own_loop else []), OwnLoop, accelerate.Accelerator)
+    return type("Accelerator", bases, {})
 
 
-class UniformLoop(UniformSteps):
+class AuditedPrepare(OwnLoop):
     """Accumulation, clipping and the audit follow the job on every engine. Everything else is Accelerate's.
 
     - The gradient is the mean over `TrainConfig.accumulation` micro-batches. A loader's incomplete rest is one step too, and
@@ -105,14 +105,6 @@ class UniformLoop(UniformSteps):
 
     def end_training(self) -> None:
         """End as Accelerate does. Afterwards this process can make another Accelerator."""
-        import torch.distributed as dist
-
-        if self._deepspeed and dist.is_initialized():
-            from deepspeed import comm
-            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-            comm.destroy_process_group()  # DeepSpeed's own references to the groups go with them
-            unset_hf_deepspeed_config()  # otherwise the next model is made under ZeRO-3
         super().end_training()
         self.ended = True
 
@@ -130,13 +122,13 @@ class UniformLoop(UniformSteps):
             if optimizers or not self.job.engine.prepares_pair:
                 self._given[model] = GivenWeights(self.job, model, hashed=self.own_loop)
         with phase("prepare"), engine_environment(self.job), freed_at_once():
-            result = self._prepare_upstream(objects, models, optimizers, device_placement)
+            result = self._prepare_upstream(objects, models, device_placement)
             for model in models_and_optimizers(result)[0]:
                 self.prepared.add(model)
                 refuse_parts(self.unwrap_model(model))
             for optimizer in self._optimizers:
                 # DDP accepts both in separate calls, too. Of several optimizers the first one completes the model.
-                model = self._model_of(optimizer)
+                model = self.model_of(optimizer)
                 given = None if model is None else self._given.pop(self.unwrap_model(model), None)
                 if given is not None:
                     self._complete(Prepared(self.job, model, optimizer, self), given)
@@ -157,8 +149,7 @@ class UniformLoop(UniformSteps):
             self.print(f"prepare: bytes and dtypes were not compared, since {self.unlike_spec}")
         audit(prepared)
         given.check(prepared)
-        self._check_written()
-        watch_gradients(self.job, prepared.model)
+        self.watch(prepared.model)
         if not engine.broadcasts_buffers and self.num_processes > 1:
             share_statistics(prepared.model)
         if not engine.model_no_sync:
@@ -173,17 +164,16 @@ class UniformLoop(UniformSteps):
         return whole_state_dict(prepared, "get_state_dict") if prepared else super().get_state_dict(model, unwrap)
 
     def _check(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        """Refuse half a pair, and a second optimizer under DeepSpeed and under fp16, where only one can step."""
-        engine, strategy = self.job.engine, self.job.strategy
+        """Refuse half a pair, and a second optimizer where only one can step."""
+        engine = self.job.engine
         if engine.prepares_pair and (optimizers or engine.needs_optimizer):
             check_pair(models, optimizers)
         new = [item for item in optimizers if item not in self._optimizers]
         count = len(self._optimizers) + len(new)
         check_optimizers(self.job, models, optimizers)
-        if new and count > 1 and (self._deepspeed or self.scaler is not None):
-            what = f"sharding {strategy.sharding!r}" if self._deepspeed else f"precision {strategy.precision!r}"
+        if new and count > 1 and (only := self.one_optimizer()):
             raise StrategyError(
-                f"prepare got {count} optimizers in all, and {what} can step one. Give one optimizer with several parameter "
+                f"prepare got {count} optimizers in all, and {only} can step one. Give one optimizer with several parameter "
                 "groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32', each model with its optimizer in a "
                 "call of prepare of its own."
             )
@@ -200,18 +190,16 @@ class UniformLoop(UniformSteps):
         if not engine.broadcasts_buffers and self.num_processes > 1:
             broadcast_buffers(model)
 
-    def _prepare_upstream(
-        self, objects: Sequence[Any], models: Sequence[Any], optimizers: Sequence[Any], placement: list[bool] | None
-    ) -> Any:
+    def _prepare_upstream(self, objects: Sequence[Any], models: Sequence[Any], placement: list[bool] | None) -> Any:
         """Call Accelerate's `prepare`; set up the optimizers and schedulers that it adds."""
         earlier, schedulers = list(self._optimizers), len(self._schedulers)
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(self.job.engine.preparing(self.job, model))
             result = super().prepare(*objects, device_placement=placement)
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if self.own_loop else ():
             if optimizer not in earlier:
-                self._clip_before_step(optimizer)
+                self.clip_before_step(optimizer)
         if self.num_processes > 1 and self.step_scheduler_with_optimizer and len(self._schedulers) > schedulers:
             self.print(
                 f"prepare: the scheduler takes {self.num_processes} steps an optimizer step, one for every rank, as in Accelerate. "
@@ -223,12 +211,6 @@ class UniformLoop(UniformSteps):
                 f"prepare: each step clips the gradient norm at {limit:g}, with and without clip_grad_norm_. "
                 "tk.TrainConfig(max_grad_norm=0) clips nothing."
             )
-        if self._deepspeed and optimizers:
-            # `backward` uses the engine that was made first, which may be a teacher's.
-            self.deepspeed_engine_wrapped.engine = self._model_of(self._optimizers[-1])
-        elif self._deepspeed:
-            # Accelerate takes what gathers a teacher's parameters under ZeRO-3 for an optimizer.
-            self._optimizers[:] = [item for item in self._optimizers if item in earlier]
         return result
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
@@ -255,7 +237,6 @@ class UniformLoop(UniformSteps):
                 f"{reason[:200]}. What save_state wrote loads under the same sharding and model alone; toolkit export makes a "
                 "model of it."
             ) from error
-        self._versions.clear()
 
 
 def _refuse_no_sync(sharding: str) -> NoReturn:

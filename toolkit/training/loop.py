@@ -16,6 +16,8 @@ from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.records import Prepared, StepResult
 from toolkit.training.global_sums import GlobalSums, HostCopy, StepRequest
+from toolkit.training.own_loop import check_rates
+from toolkit.training.run_log import count_step
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +145,7 @@ class _Loop:
 
         # A prepared one steps once for every rank.
         self._prepared, self._schedule, self._samples = prepared, getattr(schedule, "scheduler", schedule), samples
+        check_rates(prepared.optimizer, self._schedule)
         self._engine, self._job = prepared.job.engine, prepared.job
         self.on_device = self._engine.steps_on_device(prepared)
         self._found_inf = torch.zeros((), device=prepared.accelerator.device)
@@ -182,6 +185,8 @@ class _Loop:
         # A step that is read late began while the one before was computed.
         began, self._finished = max(step.began, self._finished), time.perf_counter()
         self._seconds, self._slowest = self._finished - began, step.sums.slowest()
+        if self._prepared.accelerator.own_loop:
+            count_step()
         return Step(
             step=step.number,
             loss=step.sums.loss() / step.sums.tokens(),

@@ -47,13 +47,13 @@ def check_optimizers(job: Job, models: Sequence[Any], optimizers: Sequence[Any])
             "of the model's parameters, of this model alone."
         )
     trained = {id(each) for each in models[0].parameters() if each.requires_grad}
-    if engine.steps_in_backward and (left := sorted(names[key] for key in trained - steps)):
+    if engine.needs_every_group and (left := sorted(names[key] for key in trained - steps)):
         raise StrategyError(
             f"{left[0]} is trained and in no group of the optimizer ({len(left)} of {len(trained)}), and sharding {sharding!r} "
             "needs all that is trained. Freeze it with requires_grad_(False), or put it in a group."
         )
     kinds = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
-    if engine.steps_in_backward and (whole := sorted(kinds & set(WHOLE_SHAPES))):
+    if engine.needs_every_group and (whole := sorted(kinds & set(WHOLE_SHAPES))):
         raise StrategyError(
             f"optimizer {whole[0]} looks at whole parameters, and sharding {sharding!r} gives it flat parts of them: it would "
             "train otherwise. Choose sharding 'ddp', or an optimizer that steps each element alone, such as AdamW."

@@ -90,7 +90,7 @@ def accelerator(
     _reset_state(resolved, limit)
     upstream.made_by_toolkit = True
     wait_at_exit()
-    result: Accelerator = accelerator_class()(
+    result: Accelerator = accelerator_class(resolved.engine.own_loop)(
         resolved,
         limit,
         log_with=trackers or None,

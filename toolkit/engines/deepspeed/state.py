@@ -16,6 +16,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.phases import phase
 from toolkit.core.units import dtype_name
 from toolkit.engines.base import Engine
+from toolkit.engines.deepspeed.own_loop import ZeroLoop
 from toolkit.engines.deepspeed.zero3 import copies, stage_of
 from toolkit.engines.deferred import broadcast, defer, end_deferral
 from toolkit.engines.gradients import check_gradients
@@ -44,7 +45,8 @@ LOCAL_FILESYSTEMS = ("apfs", "btrfs", "ext", "f2fs", "overlay", "tmpfs", "xfs", 
 class ZeroState(Engine):
     """The worker's half of the engine."""
 
-    steps_in_backward = True
+    own_loop = ZeroLoop
+    needs_every_group = True
     model_no_sync = False
 
     def fill(self, job: Job, model: Any) -> None:
@@ -117,9 +119,8 @@ class ZeroState(Engine):
         """
         engine = prepared.model
         check_gradients(prepared.accelerator, loss)
-        with phase("backward"):
-            engine.set_gradient_accumulation_boundary(is_boundary=last)
-            engine.backward(loss * prepared.job.train_config.accumulation)
+        engine.set_gradient_accumulation_boundary(is_boundary=last)
+        engine.backward(loss * prepared.job.train_config.accumulation)
 
     def steps_on_device(self, prepared: Prepared) -> bool:
         """Return false: DeepSpeed's step reads the norm on the host."""
