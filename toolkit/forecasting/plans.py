@@ -172,15 +172,15 @@ class Plan(Result):
         """Return the rejections by reason, with the smallest need of each."""
         groups: dict[str, list[Candidate]] = {}
         for candidate in self.rejected:
-            groups.setdefault(candidate.reason_group, []).append(candidate)
+            groups.setdefault(candidate.kind, []).append(candidate)
         rows = []
-        for reason, candidates in sorted(groups.items(), key=lambda group: -len(group[1]))[:REASONS]:
+        for kind, candidates in sorted(groups.items(), key=lambda group: -len(group[1]))[:REASONS]:
             closest = min(candidates, key=lambda candidate: candidate.shortfall)
             words = " ".join(dict.fromkeys(candidate.strategy.sharding for candidate in candidates))
             least = (
                 f"{{sharding}}, {{offload}}: {closest.least_need}".format(**closest.cells) if closest.forecast else ""
             )
-            rows.append((len(candidates), textwrap.shorten(reason.split(". ")[0], 130, placeholder="…"), words, least))
+            rows.append((len(candidates), textwrap.shorten(kind, 130, placeholder="…"), words, least))
         more = len(groups) - len(rows)
         note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
         own = (CPU_NOTE,) if self.hardware.device.kind == "cpu" else ()

@@ -22,6 +22,9 @@ from toolkit.forecasting.finished_run import read_correction
 from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
 from toolkit.forecasting.timing import Timing
 
+MARGIN = 0.05
+"""The share of a rank's memory that a plan leaves for what no forecast knows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Result):
@@ -105,15 +108,23 @@ class Forecast(Result):
         """The allocator's peak and CUDA's own memory: the bytes that are compared with the limit."""
         return self.peak_bytes + self.context_bytes
 
+    def leaves(self, margin: float) -> bool:
+        """Return whether a rank's need leaves this share of its limit, and the host's is within its memory.
+
+        The one judge of what fits: a plan, the choices of `auto` and an advice give `MARGIN`, and `fits` gives none. It is a method
+        of its own because `fits` is an attribute and a key of the JSON: of a method `if forecast.fits:` would always be true.
+        """
+        return self.needed_bytes <= (1 - margin) * self.limit_bytes and not self.host_lacks
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits without a margin."""
+        return self.leaves(0)
+
     @property
     def device_lacks(self) -> bool:
         """Whether a rank needs more than it has."""
         return self.needed_bytes > self.limit_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether a rank's need is within its limit, and the host's within its memory, without a margin."""
-        return not self.device_lacks and not self.host_lacks
 
     @property
     def host_lacks(self) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +25,10 @@ from toolkit.engines.traces import TraceConfig
 from toolkit.forecasting.memory import trace_configs
 from toolkit.forecasting.memory_advice import changed, training_changes
 from toolkit.forecasting.prediction import forecast_job, permanent_bytes
-from toolkit.forecasting.result import Forecast
+from toolkit.forecasting.result import MARGIN, Forecast
 from toolkit.forecasting.traces import trace_ahead
 from toolkit.models import ModelSpec
 from toolkit.transforms.adapters import check_quantized, require_adapter
-
-MARGIN = 0.95
-"""The largest share of a rank's memory for a plan: unknowns take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +75,11 @@ class Candidate:
         return self.hours * self.price * self.forecast.ranks if self.forecast and self.hours and self.price else None
 
     @property
-    def reason_group(self) -> str:
-        """The reason without the figures of this candidate, to group rejections."""
+    def kind(self) -> str:
+        """The kind of a rejection, in a sentence without figures of this candidate: of a refused request the first one."""
         forecast = self.forecast
         if forecast is None:
-            return re.sub(r"\b(accumulation|got|than|micro_batch) \d+", r"\1 n", self.reason)
+            return self.reason.split(". ")[0]
         if forecast.device_lacks and forecast.host_lacks:
             host = format_bytes(forecast.hardware.host_free_bytes)
             return f"A rank has {format_bytes(forecast.limit_bytes)}, a node's host {host}, and both need more."
@@ -91,7 +87,7 @@ class Candidate:
             return f"A rank has {format_bytes(forecast.limit_bytes)} and needs more."
         if forecast.host_lacks:
             return f"A node's host has {format_bytes(forecast.hardware.host_free_bytes)} and its ranks need more."
-        return f"Less than 5% of the {format_bytes(forecast.limit_bytes)} of a rank are left."
+        return f"Less than {MARGIN:.0%} of the {format_bytes(forecast.limit_bytes)} of a rank are left."
 
     @property
     def shortfall(self) -> tuple[float, float]:
@@ -167,9 +163,9 @@ def rejection(forecast: Forecast) -> str:
     """Return why a plan rejects a forecast, in a sentence; else an empty string."""
     if not forecast.fits:
         return forecast.reason
-    if forecast.needed_bytes > MARGIN * forecast.limit_bytes:
+    if not forecast.leaves(MARGIN):
         need, limit = format_bytes(forecast.needed_bytes), format_bytes(forecast.limit_bytes)
-        return f"It needs {need} of {limit}: less than 5% are left."
+        return f"It needs {need} of {limit}: less than {MARGIN:.0%} are left."
     return ""
 
 

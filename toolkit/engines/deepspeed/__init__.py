@@ -200,8 +200,8 @@ def _grad_accum_dtype(job: Job) -> str:
     if word == "auto" and half_only and job.precision.mixed and accumulation > 1:
         raise StrategyError(
             f"sharding {strategy.sharding!r} in precision {strategy.precision!r} adds up "
-            f"gradients in it, so accumulation {accumulation} would not be one large batch. "
-            "Choose sharding 'zero2', which adds them up in fp32, accumulation 1, or grad_accum_dtype 'bf16'."
+            "gradients in it, so that several micro-batches would not be one large batch. "
+            f"Choose accumulation 1 instead of {accumulation}, sharding 'zero2', which adds up in fp32, or grad_accum_dtype 'bf16'."
         )
     allowed = (compute,) if half_only or not job.precision.mixed else ("fp32", compute)
     if word not in ("auto", *allowed):
