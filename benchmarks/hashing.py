@@ -27,7 +27,7 @@ from typing import Any
 from machine import about, parse, parser, write_results
 
 from toolkit.checkpoints import Manifest, validate
-from toolkit.checkpoints.manifest import FORMAT, NAME, sha256_of_all
+from toolkit.checkpoints.manifest import MANIFEST, MANIFEST_FORMAT, sha256_of_all
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.display import Table
 from toolkit.core.units import GiB, MiB
@@ -50,7 +50,7 @@ def make(folder: Path, files: int, size: int) -> None:
             os.fsync(file.fileno())
     digests = zip(paths, sha256_of_all(paths), strict=True)
     manifest = Manifest(
-        format=FORMAT,
+        format=MANIFEST_FORMAT,
         step=1,
         parallelism=vars(Parallelism(dp_shard=files)),
         global_batch=1,
@@ -64,7 +64,7 @@ def make(folder: Path, files: int, size: int) -> None:
         written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         files={path.name: {"sha256": sha256, "bytes": path.stat().st_size} for path, sha256 in digests},
     )
-    (folder / NAME).write_bytes(manifest.encode())
+    (folder / MANIFEST).write_bytes(manifest.encode())
 
 
 def drop(folder: Path) -> None:

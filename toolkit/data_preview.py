@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from toolkit.data.tokenization import Encoded
     from toolkit.models import ModelSpec
 
-DOCUMENTS, CHARACTERS = 20_000, 500_000
+SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 20_000, 500_000
 """The sample ends at either of them."""
 
-SHOWN, SHOWN_TOKENS = 3, 400
+SHOWN_DOCUMENTS, SHOWN_TOKENS = 3, 400
 """Documents that are shown, and tokens of each."""
 
 BINS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -161,7 +161,7 @@ def preview(
         ],
         shown=[
             [(flag, [tokenizer.decode([token]) for token in ids]) for flag, ids in _runs(document, SHOWN_TOKENS)]
-            for document in encoded[:SHOWN]
+            for document in encoded[:SHOWN_DOCUMENTS]
         ],
     )
 
@@ -235,7 +235,7 @@ def _sample(sources: list[tuple[str, float, Iterator[Document]]]) -> tuple[list[
 
     samples: list[list[Document]] = [[] for _ in sources]
     size, left = 0, set(range(len(sources)))
-    while left and sum(map(len, samples)) < DOCUMENTS and size <= CHARACTERS:
+    while left and sum(map(len, samples)) < SAMPLE_DOCUMENTS and size <= SAMPLE_CHARACTERS:
         for number in sorted(left):
             for document in islice(sources[number][2], 1):
                 samples[number].append(document)

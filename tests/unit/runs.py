@@ -13,7 +13,7 @@ from typing import Any
 
 from programs import start
 
-from toolkit.checkpoints.manifest import FORMAT, Manifest
+from toolkit.checkpoints.manifest import MANIFEST_FORMAT, Manifest
 from toolkit.config.parallelism import Parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
@@ -150,8 +150,9 @@ def own(path: Path, target: dict[str, Any] | None = None, **changes: Any) -> fol
 def manifest(**changes: Any) -> Manifest:
     """The manifest of a checkpoint of one rank, with one tensor in one file."""
     known = {
-        "format": FORMAT, "step": 4, "parallelism": vars(Parallelism()), "global_batch": 1, "strategy": {}, "train_config": {},
-        "counters": {"steps": 4}, "schedule": {}, "tensors": {"a": {"weight": {"shape": [4], "dtype": "float32"}}},
+        "format": MANIFEST_FORMAT, "step": 4, "parallelism": vars(Parallelism()), "global_batch": 1, "strategy": {},
+        "train_config": {}, "counters": {"steps": 4}, "schedule": {},
+        "tensors": {"a": {"weight": {"shape": [4], "dtype": "float32"}}},
         "identity": {}, "versions": {}, "written": "", "files": {"rank-00000.safetensors": {"sha256": "0" * 64, "bytes": 1}},
     }  # fmt: skip
     return Manifest(**{**known, **changes})

@@ -299,7 +299,7 @@ def test_a_rank_that_writes_nothing_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_takes_long_to_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flushing and hashing change no size in the folder."""
-    monkeypatch.setattr("toolkit.engines.rank_calls.EVERY", 0.02)
+    monkeypatch.setattr("toolkit.engines.rank_calls.BEAT_SECONDS", 0.02)
 
     def write() -> None:
         with sign_of_life(tmp_path, 1):

@@ -148,10 +148,10 @@ JSON: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("piece", [7, readers.PIECE])
+@pytest.mark.parametrize("piece", [7, readers.READ_BYTES])
 @pytest.mark.parametrize("name", JSON)
 def test_json(name: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "PIECE", piece)
+    monkeypatch.setattr(readers, "READ_BYTES", piece)
     file, content = JSON[name]
     assert contents(write(tmp_path / file, content)) == ["a", "b"]
 
@@ -193,10 +193,10 @@ REFUSED_JSON = {
 }
 
 
-@pytest.mark.parametrize("piece", [7, readers.PIECE])
+@pytest.mark.parametrize("piece", [7, readers.READ_BYTES])
 @pytest.mark.parametrize("name", REFUSED_JSON)
 def test_json_refused(name: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "PIECE", piece)
+    monkeypatch.setattr(readers, "READ_BYTES", piece)
     content, expected = REFUSED_JSON[name]
     with pytest.raises(DataError, match=expected):
         read(write(tmp_path / "a.jsonl", content))

@@ -18,7 +18,7 @@ from toolkit.cli.parser import parse
 from toolkit.config.flags import from_dict, given
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines.deepspeed.user_config import _KNOWN, CHOICES, FIXED, IGNORED, NUMBERS, read_config
+from toolkit.engines.deepspeed.user_config import _KNOWN_KEYS, CHOICES, FIXED, NUMBER_KEYS, WITHOUT_EFFECT, read_config
 from toolkit.engines.resolution import resolve
 from toolkit.training.setup import agree, agree_train_config
 
@@ -142,7 +142,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path: Path) -> None:
     """Each is refused in one sentence that names file, key and expectation; keys without effect may have any value."""
     path = tmp_path / "ds.json"
     sections = {"fp16", "optimizer", "optimizer.params", "scheduler", "zero_optimization"}
-    for key in {*_KNOWN, *sections} - {*IGNORED, "zero_optimization.stage3_prefetch_bucket_size"}:
+    for key in {*_KNOWN_KEYS, *sections} - {*WITHOUT_EFFECT, "zero_optimization.stage3_prefetch_bucket_size"}:
         for junk in JUNK:
             config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
             place, names = config, key.split(".")
@@ -151,7 +151,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path: Path) -> None:
             place[names[-1]] = "HERE"
             path.write_text(json.dumps(config).replace('"HERE"', junk))
             switch = junk == "true" and "true" in map(json.dumps, (*CHOICES.get(key, ()), FIXED.get(key)))
-            if switch or (junk == JUNK[4] and NUMBERS.get(key, ("", int))[1] is float):
+            if switch or (junk == JUNK[4] and NUMBER_KEYS.get(key, ("", int))[1] is float):
                 assert read_config(path, 2)
                 continue
             with pytest.raises(StrategyError, match=rf"^{path}: {key}\S* is .{{1,50}}\. Expected .{{1,100}}\.$"):

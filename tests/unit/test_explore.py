@@ -331,7 +331,7 @@ def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(explorer, "forecast", slow)
     panel.controls["sharding"].value = "ddp"
-    assert [widgets.BUSY in one for one in said] == [True, False]
+    assert [widgets.TRACING in one for one in said] == [True, False]
     assert panel.sentence in said[-1]
 
 

@@ -218,7 +218,7 @@ def test_cuda_casts_are_those_of_torch() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     text = header.read_text()
     for macro, ours in (
-        ("AT_FORALL_FP32(_)", fake_kernels.WIDE.split()),
+        ("AT_FORALL_FP32(_)", fake_kernels.FP32_OPERATIONS.split()),
         ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", fake_kernels.SUMS.split()),
     ):
         block = text[text.index(f"#define {macro}") :]

@@ -32,7 +32,7 @@ from toolkit.core import atomic_io
 from toolkit.core.display import Table
 from toolkit.core.errors import CheckpointError, DataError, ModelError, RunError
 from toolkit.core.redaction import redact, visible
-from toolkit.data.files import LONGEST, documents
+from toolkit.data.files import LONGEST_TEXT, documents
 from toolkit.data.sources import find_source
 from toolkit.exporters.folders import atomic_dir
 from toolkit.exporters.results import Checked, finish_export
@@ -851,8 +851,8 @@ def test_no_data_lead_out_of_their_folder(here: Path) -> None:
     [
         ("a.jsonl", "{" + ", ".join(f'"{i}": 1' for i in range(300_000)) + ', "7": 2}', "the name '7' stands twice"),
         ("a.jsonl", '{"text": "a", "text": "b"}', "the name 'text' stands twice"),
-        ("a.jsonl", '{"text": "' + "a" * (LONGEST + 1) + '"}', "the text has more than"),
-        ("a.txt", "a" * (LONGEST + 1), "the text has more than"),
+        ("a.jsonl", '{"text": "' + "a" * (LONGEST_TEXT + 1) + '"}', "the text has more than"),
+        ("a.txt", "a" * (LONGEST_TEXT + 1), "the text has more than"),
     ],
 )
 def test_rows_that_mean_two_things_or_take_all_memory(name: str, content: str, said: str, here: Path) -> None:

@@ -17,7 +17,7 @@ from toolkit.launcher.failures import RankDied, RankHung, failure
 from toolkit.launcher.heartbeat_monitor import STILL_SECONDS, HeartbeatMonitor
 from toolkit.launcher.supervisor import Stopped
 from toolkit.run_folder.folder import Folder
-from toolkit.run_folder.heartbeat import EVERY, Heartbeat, read_beats
+from toolkit.run_folder.heartbeat import BEAT_SECONDS, Heartbeat, read_beats
 from toolkit.training.oom import killed_for_memory
 
 GARBAGE = (
@@ -42,7 +42,7 @@ def overdue(run: Folder, ranks: int) -> HeartbeatMonitor:
     """A watch that has waited for longer than ranks may stand still, and looks now."""
     watch = HeartbeatMonitor(run, ranks, timeout=1.0)
     watch._still = 1.0 + STILL_SECONDS + 1
-    watch._looked -= 2 * EVERY
+    watch._looked -= 2 * BEAT_SECONDS
     return watch
 
 

@@ -26,7 +26,7 @@ def test_without_a_timeout_torch_decides() -> None:
 
 def test_a_rank_waits_as_long_as_rank_0_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here twice its time limit, and no longer than that limit without one."""
-    monkeypatch.setattr("toolkit.engines.rank_calls.EVERY", 0.02)
+    monkeypatch.setattr("toolkit.engines.rank_calls.BEAT_SECONDS", 0.02)
     store = HashStore()
 
     def work() -> None:

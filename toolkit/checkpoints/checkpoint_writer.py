@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.checkpoints.identity import Identity
 from toolkit.checkpoints.layout import GENERATOR, Layout, WriteItem, lay_out
-from toolkit.checkpoints.manifest import FORMAT, NAME, Manifest, file_name, folder_name, list_checkpoints, sha256_of
+from toolkit.checkpoints.manifest import (
+    MANIFEST,
+    MANIFEST_FORMAT,
+    Manifest,
+    file_name,
+    folder_name,
+    list_checkpoints,
+    sha256_of,
+)
 from toolkit.checkpoints.randomness import read_generators
 from toolkit.checkpoints.rank_files import (
     BackgroundWriter,
@@ -44,10 +52,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLACK = 16 * 2**20
+CHECKPOINT_OVERHEAD = 16 * 2**20
 """Bytes of a checkpoint in addition to the tensors: manifest, generators, headers."""
 
-ALIGNMENT = 64
+BUFFER_ALIGNMENT = 64
 """Tensors begin at multiples of so many bytes in a buffer."""
 
 
@@ -122,7 +130,7 @@ class CheckpointWriter:
         if prepared.accelerator.device.type == "cuda":
             self._make_chunks()  # a lack of memory shows before the first step
         missing = keep + 1 - min(keep, len(list_checkpoints(folder)))
-        needed = missing * (self.layout.total_bytes + SLACK)
+        needed = missing * (self.layout.total_bytes + CHECKPOINT_OVERHEAD)
         on_main(prepared.accelerator, lambda: check_space(folder, needed, f"{missing} checkpoints"))
 
     def save(self, step: int) -> None:
@@ -132,7 +140,7 @@ class CheckpointWriter:
             CheckpointError: if the disk has too little room, or the previous write failed.
         """
         began = time.perf_counter()
-        self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + SLACK, "a checkpoint"))
+        self.wait_all(lambda: check_space(self.folder, self.layout.total_bytes + CHECKPOINT_OVERHEAD, "a checkpoint"))
         tensors = self._snapshot()
         about = self._manifest_fields(step) if self.main else None
         stall = None if self._waits else time.perf_counter() - began
@@ -194,7 +202,7 @@ class CheckpointWriter:
         sizes: list[int] = []
         for item in self.layout.mine:
             if not self.stays(item):
-                size = round_up(item.tensor.nbytes, ALIGNMENT)
+                size = round_up(item.tensor.nbytes, BUFFER_ALIGNMENT)
                 chunk = next((at for at, filled in enumerate(sizes) if filled + size <= SNAPSHOT_CHUNK), len(sizes))
                 if chunk == len(sizes):
                     sizes.append(0)
@@ -227,7 +235,7 @@ class CheckpointWriter:
         job = self.prepared.job
         counters = job.engine.counters(self.prepared)
         return {
-            "format": FORMAT,
+            "format": MANIFEST_FORMAT,
             "step": step,
             "parallelism": dataclasses.asdict(job.parallelism),
             "global_batch": job.global_batch,
@@ -277,7 +285,7 @@ class CheckpointWriter:
             # The loop raises it at its next step.
             self._error = error
             if is_disk_full(error):
-                self._error = no_room_error(self.folder, self.layout.total_bytes + SLACK, "a checkpoint")
+                self._error = no_room_error(self.folder, self.layout.total_bytes + CHECKPOINT_OVERHEAD, "a checkpoint")
             elif isinstance(error, OSError | SafetensorError):
                 self._error = CheckpointError(
                     f"the checkpoint {partial} cannot be written: {error}. Complete checkpoints there are unchanged. "
@@ -302,7 +310,7 @@ class CheckpointWriter:
             files[file.pop("name")] = file
             report.unlink()
         manifest = Manifest(**redact_all(about), files=files)
-        write_whole(partial / NAME, manifest.encode())
+        write_whole(partial / MANIFEST, manifest.encode())
         path = self.folder / folder_name(manifest.step)
         partial.rename(path)
         sync_folder(self.folder)

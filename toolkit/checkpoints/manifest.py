@@ -20,20 +20,20 @@ from toolkit.core.atomic_io import check_fields, parse_json, read_limited
 from toolkit.core.errors import CheckpointError, OtherFormat, value_or
 from toolkit.core.units import BYTES_OF
 from toolkit.engines.records import Counters
-from toolkit.run_folder.run_json import RANKS
+from toolkit.run_folder.run_json import MOST_RANKS
 
-FORMAT = 2
+MANIFEST_FORMAT = 2
 """The version of the files' format."""
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 
-LIMIT = 64 * 2**20
+LONGEST_MANIFEST = 64 * 2**20
 """Bytes of the longest manifest; a tensor takes about 400."""
 
 DIMENSIONS = 64
 """The most dimensions of a tensor, far more than models have."""
 
-_KINDS: Mapping[str, Any] = {
+_MANIFEST_TYPES: Mapping[str, Any] = {
     "format": int, "step": int, "parallelism": dict, "global_batch": int, "strategy": dict, "train_config": dict, "counters": dict,
     "schedule": dict, "tensors": dict, "identity": dict, "versions": dict, "written": str, "files": dict,
 }  # fmt: skip
@@ -103,21 +103,21 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises:
         CheckpointError: for a missing or invalid manifest, and one that names a file in another folder.
     """
-    path = checkpoint / NAME
+    path = checkpoint / MANIFEST
     if not path.is_file() or path.is_symlink():
         raise CheckpointError(
             f"{checkpoint} holds no checkpoint: {path} is missing. Name another, or the run's folder."
         )
     try:
-        data = read_limited(path, LIMIT)
+        data = read_limited(path, LONGEST_MANIFEST)
         values = parse_json(data)
         own = values.pop("sha256")
         # Every format has this hash, so that damage differs from another format.
         if hashlib.sha256(json.dumps(values).encode()).hexdigest() != own:
             raise ValueError(f"its own sha256 is not {str(own)[:12]}…: it was changed")
-        if values["format"] != FORMAT:
+        if values["format"] != MANIFEST_FORMAT:
             raise OtherFormat(
-                f"{path} is of format {values['format']!r}, and this version reads {FORMAT}. "
+                f"{path} is of format {values['format']!r}, and this version reads {MANIFEST_FORMAT}. "
                 "Use the version of the toolkit that wrote it."
             )
         manifest = Manifest(**values)
@@ -131,7 +131,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     """Validate the contents: a crafted manifest may have a valid sha256."""
-    check_fields(vars(manifest), _KINDS)
+    check_fields(vars(manifest), _MANIFEST_TYPES)
     for name, file in manifest.files.items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"it names {name!r}: expected rank-00000.safetensors and the like")
@@ -149,7 +149,7 @@ def _check(manifest: Manifest) -> None:
     Counters(**manifest.counters)
     check_fields(manifest.identity, {"config": dict})
     sizes = manifest.parallelism
-    right = all(type(size) is int and 0 < size <= RANKS for size in sizes.values())
+    right = all(type(size) is int and 0 < size <= MOST_RANKS for size in sizes.values())
     if not right or set(sizes) != set(vars(Parallelism())):
         raise ValueError(f"its parallelism is {sizes}: expected a size of at least 1 of each dimension")
     if manifest.step < 0 or manifest.global_batch < 1:
@@ -234,7 +234,7 @@ def _differences(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -
         for path in checkpoint.rglob("*")
         if path.is_symlink() or not path.is_dir()
     }
-    faults = [f"{name} does not belong to it" for name in sorted(names_on_disk - set(manifest.files) - {NAME})]
+    faults = [f"{name} does not belong to it" for name in sorted(names_on_disk - set(manifest.files) - {MANIFEST})]
     complete = []
     for name, file in manifest.files.items():
         path = checkpoint / name

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 
-PARTS = 64
+MOST_PARTS = 64
 """The most parts of one tensor in a rank's file. A tensor that packs two matrices has two, each of at most a GiB."""
 
 
@@ -55,8 +55,8 @@ class StoredTensors:
                     region = Region.parse(key, part.get_shape())
                     _check_inside(region, SAFETENSORS_DTYPES.get(part.get_dtype()), manifest)
                     counts[name, region.name, region.kind] += 1
-                    if counts[name, region.name, region.kind] > PARTS:
-                        raise ValueError(f"the file holds more than {PARTS} parts of it")
+                    if counts[name, region.name, region.kind] > MOST_PARTS:
+                        raise ValueError(f"the file holds more than {MOST_PARTS} parts of it")
                 except ValueError as error:
                     raise CheckpointError(
                         f"{path / name} is damaged: {key!r} names no part of a tensor of this checkpoint: {error}. "

@@ -67,7 +67,7 @@ def launch(flags: argparse.Namespace) -> Result:
 
     strategy, machine = read(Strategy, flags), hardware()
     target = _target([flags.target, *flags.arguments], flags.sha256)
-    if ours := [word for word in flags.arguments if word in OURS]:
+    if ours := [word for word in flags.arguments if word in LAUNCH_FLAGS]:
         print(f"{', '.join(ours)} goes to {target.name}: flags of the toolkit stand before it", file=sys.stderr)
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
@@ -224,7 +224,7 @@ def generate(flags: argparse.Namespace) -> dict[str, Any]:
     return {"source": flags.run, "prompt": prompt, "text": text}
 
 
-OURS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in dataclasses.fields(Strategy))}
+LAUNCH_FLAGS = {"--processes", "--run-dir", "--json", *(flag(field.name) for field in dataclasses.fields(Strategy))}
 """Flags of `launch`."""
 
 CARE = ("timeout", "keep", "workers", "tracker", "memory_window", "save_every", "save_seconds")

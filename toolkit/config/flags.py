@@ -88,15 +88,15 @@ def check_value(owner: type[Any], name: str, value: Any) -> None:
 
 _BOUNDS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
 
-_KINDS: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
+_FIELD_TYPES: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
 
 
 def _kinds(owner: type[Any]) -> dict[str, tuple[type[Any], bool]]:
     """Return the type of each field, and whether it may be None: `float | None` → `(float, True)`."""
-    if owner not in _KINDS:
+    if owner not in _FIELD_TYPES:
         options = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(owner).items()}
-        _KINDS[owner] = {name: (kinds[0], type(None) in kinds) for name, kinds in options.items()}
-    return _KINDS[owner]
+        _FIELD_TYPES[owner] = {name: (kinds[0], type(None) in kinds) for name, kinds in options.items()}
+    return _FIELD_TYPES[owner]
 
 
 def fields_table(title: str, owner: Any) -> Table:

@@ -22,7 +22,7 @@ from typing import IO, Any
 from toolkit.core.errors import RunError
 from toolkit.core.redaction import map_leaves, redact_all
 
-LIMIT = 16 * 2**20
+LONGEST_JSON = 16 * 2**20
 """Bytes of the longest JSON that is read, of which Python makes objects of 400 MiB at most: a run's files have thousands."""
 
 DEEPEST = 100
@@ -83,9 +83,9 @@ def read_json(path: Path, *, finite: bool = True) -> Any:
 
     Raises:
         OSError: where it cannot be read.
-        ValueError: for what `parse_json` refuses, and for more than `LIMIT` bytes.
+        ValueError: for what `parse_json` refuses, and for more than `LONGEST_JSON` bytes.
     """
-    return parse_json(read_limited(path, LIMIT), finite=finite)
+    return parse_json(read_limited(path, LONGEST_JSON), finite=finite)
 
 
 def read_limited(path: Path, limit: int) -> bytes:
@@ -117,7 +117,7 @@ def parse_json(data: bytes | str, *, finite: bool = True, **hooks: Any) -> Any:
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
     try:
         plain = finite and not hooks  # as the lines of events.jsonl, of which there are many
-        value = (_FINITE if plain else json.JSONDecoder(**(_NUMBERS if finite else {}), **hooks)).decode(text)
+        value = (_FINITE if plain else json.JSONDecoder(**(_JSON_NUMBERS if finite else {}), **hooks)).decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     except RecursionError:
@@ -184,8 +184,8 @@ def _float(digits: str) -> float:
     return value
 
 
-_NUMBERS: Mapping[str, Any] = {"parse_int": _int, "parse_float": _float, "parse_constant": _float}
-_FINITE = json.JSONDecoder(**_NUMBERS)
+_JSON_NUMBERS: Mapping[str, Any] = {"parse_int": _int, "parse_float": _float, "parse_constant": _float}
+_FINITE = json.JSONDecoder(**_JSON_NUMBERS)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -231,7 +231,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     raise unwritable(path, len(data), why)
 
 
-FIGURES: Mapping[str, Any] = {
+EVENT_FIGURES: Mapping[str, Any] = {
     "step": int, "steps": int | float, "attempt": int, "loss": float | int | None, "eval_loss": float | int | None,
     "grad_norm": float | int | None, "lr": float | int | None, "seconds": float | int, "tokens": float | int | None,
     "samples": str, "skipped": bool, "bytes": list,
@@ -239,7 +239,7 @@ FIGURES: Mapping[str, Any] = {
 }  # fmt: skip
 """Fields of a line in `events.jsonl`, and in `checkpoints.jsonl`, where `bytes` are those of a checkpoint; `tk.log` adds others."""
 
-LINE = 2**20
+LONGEST_LINE = 2**20
 """Bytes of the longest line in them."""
 
 
@@ -249,10 +249,12 @@ def parse_event(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: for one that is too long, no JSON object, or has fields of other types.
     """
-    if len(line) > LINE:
-        raise ValueError(f"it has {len(line):,} bytes, expected {LINE:,} at most")
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"it has {len(line):,} bytes, expected {LONGEST_LINE:,} at most")
     event: dict[str, Any] = parse_json(line)
-    check_fields(event, {**FIGURES, "bytes": int} if isinstance(event, dict) and "checkpoint" in event else FIGURES)
+    check_fields(
+        event, {**EVENT_FIGURES, "bytes": int} if isinstance(event, dict) and "checkpoint" in event else EVENT_FIGURES
+    )
     missing = [name for name in ("step", "seconds") if "loss" in event and name not in event]
     if missing or event.get("step", 0) < 0:
         raise ValueError(f"it has no {missing[0]}" if missing else f"step {event['step']} is below 0")
@@ -271,13 +273,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     try:
         with open_regular(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(LINE + 2), b""), start=1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 2), b""), start=1):
                 if not line.strip():
                     continue
                 try:
                     events.append(parse_event(line))
                 except ValueError as error:
-                    if not line.endswith(b"\n") and len(line) <= LINE:
+                    if not line.endswith(b"\n") and len(line) <= LONGEST_LINE:
                         break
                     raise RunError(f"{path}, line {number}: {error}. Repair or remove the line.") from error
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from toolkit.core.errors import ToolkitError
 
 T = TypeVar("T")
 
-LONGEST = 256 * 2**20
+LONGEST_RECORD = 256 * 2**20
 """Bytes of the longest file of the cache that is read."""
 
 
@@ -99,7 +99,7 @@ def recall(path: Path, decode: Callable[[Any], T]) -> T | None:
     None for a missing file, for one that `keep` did not write under this name, and where `decode` fails: make it again.
     """
     try:
-        data = read_limited(path, LONGEST)
+        data = read_limited(path, LONGEST_RECORD)
         text = data[len(sealed("", b"")) - 2 : -2]
         return decode(json.loads(text)) if data == sealed(path.name, text) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -17,8 +17,8 @@ LAUNCHER = "TOOLKIT_LAUNCHER"
 LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 """Variables of which every launcher sets one: torchrun the first, `accelerate launch` of one process the second."""
 
-_OURS = "set by accelerate-toolkit"
-SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _OURS}
+_SET_BY_US = "set by accelerate-toolkit"
+SAFE_PATH = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH") or _SET_BY_US}
 """Variable that stops a child from importing files of its working directory; any value works. A user's own setting stays."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -54,7 +54,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def leave_safe_path() -> None:
     """Remove `SAFE_PATH` from the environment: the user's child processes import as usual."""
-    if os.environ.get("PYTHONSAFEPATH") == _OURS:
+    if os.environ.get("PYTHONSAFEPATH") == _SET_BY_US:
         del os.environ["PYTHONSAFEPATH"]
 
 

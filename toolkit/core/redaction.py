@@ -30,11 +30,11 @@ LEAST = 8
 _SECRET = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY(?:_ID)?|PRIVATE_KEY|PASSPHRASE)$|SECRET|PASSWORD|PASSWD")
 _PLACE = re.compile(r"(?:FILE|PATH|DIR)$")
 _LEAVES = (str, float, int, type(None))
-_OURS = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
+_TOKEN_NAME = "TOOLKIT_RUN_TOKEN"  # names a run's processes, and opens nothing
 
 _VALUE = r"[^\s\"'\\,;&<>]{8,}"
 # The text before a telling word has a limit: without one the time grows with the square of some texts.
-_SHAPES = tuple(
+_SECRET_SHAPES = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
         # By their beginnings: Hugging Face, GitHub, GitLab, AWS, Slack, Weights & Biases, OpenAI and others.
@@ -140,7 +140,7 @@ class _Stream:
 def _redacted(text: str, secrets: re.Pattern[str] | None) -> str:
     if secrets is not None:
         text = secrets.sub(MARK, text)
-    for pattern, replacement in _SHAPES:
+    for pattern, replacement in _SECRET_SHAPES:
         text = pattern.sub(replacement, text)
     return text
 
@@ -159,7 +159,7 @@ def _secrets_pattern() -> re.Pattern[str] | None:
 def _is_secret_name(name: str) -> bool:
     """Return whether a variable of this name holds a secret. Called for the whole environment at every written line."""
     upper = name.upper()
-    return _SECRET.search(upper) is not None and _PLACE.search(upper) is None and upper != _OURS
+    return _SECRET.search(upper) is not None and _PLACE.search(upper) is None and upper != _TOKEN_NAME
 
 
 @lru_cache(maxsize=8)
@@ -199,7 +199,7 @@ def _spellings(word: str) -> tuple[str, ...]:
 QUIET = 0.1
 """Seconds after which an unfinished line is passed on: a bar's state, a prompt."""
 
-_LONGEST = 2**20
+_LONGEST_UNFINISHED = 2**20
 
 
 IDLE_SECONDS = 60.0
@@ -229,7 +229,7 @@ def copy(source: int, targets: Sequence[int]) -> None:
             break
         pending += data
         end = max(pending.rfind(b"\n"), pending.rfind(b"\r")) + 1
-        if not end and len(pending) > _LONGEST:
+        if not end and len(pending) > _LONGEST_UNFINISHED:
             end = pending.rfind(b" ") + 1 or len(pending)
         if end:
             pass_on(pending[:end])

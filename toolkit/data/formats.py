@@ -27,7 +27,9 @@ FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }  # fmt: skip
 """Format → the kind of its documents, and field → its columns; with `?` it may be missing. The first complete one counts."""
 
-NAMES = sorted({name for _, fields in FORMATS.values() for columns in fields.values() for name in columns.split()})
+COLUMN_NAMES = sorted(
+    {name for _, fields in FORMATS.values() for columns in fields.values() for name in columns.split()}
+)
 """Names of columns, which `--columns` gives to others."""
 
 PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
@@ -104,13 +106,15 @@ def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, 
     Args:
         columns: the table's.
         data_format: a name in `FORMATS`, or `auto`.
-        renamed: name in `NAMES` → the column that has its meaning.
+        renamed: name in `COLUMN_NAMES` → the column that has its meaning.
 
     Raises:
         DataError: for a column that is missing or stands twice, and for rows that are not trained on; without a place.
     """
-    if unknown := next((name for name in renamed if name not in NAMES), None):
-        raise DataError(f"--columns: {unknown!r} is unknown.{nearest(unknown, NAMES)} Known: {', '.join(NAMES)}.")
+    if unknown := next((name for name in renamed if name not in COLUMN_NAMES), None):
+        raise DataError(
+            f"--columns: {unknown!r} is unknown.{nearest(unknown, COLUMN_NAMES)} Known: {', '.join(COLUMN_NAMES)}."
+        )
     if missing := next((column for column in renamed.values() if column not in columns), None):
         raise missing_column(missing, columns)
     names = {column.strip().casefold(): column for column in reversed(columns)}

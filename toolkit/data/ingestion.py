@@ -22,7 +22,7 @@ from toolkit.data.sources import Source, find_source, split_weights
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 5
+DOCUMENTS_FORMAT = 5
 """Version of the cached documents. Raise it when their columns or checks change."""
 
 BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
@@ -95,7 +95,7 @@ def _ingest(source: str | Path | None, reading: dict[str, Any]) -> Contents:
     origin = find_source(source)
     place = expand_user(origin.name)
     reading = {name: value for name, value in sorted(reading.items()) if value is not None}
-    key = f"{FORMAT}\n{place.absolute() if place.exists() else origin.name}\n{reading}"
+    key = f"{DOCUMENTS_FORMAT}\n{place.absolute() if place.exists() else origin.name}\n{reading}"
     entry = cache_folder("sources") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     with cache_errors(entry.parent), FileLock(entry.with_suffix(".lock")):
         return _cached_contents(origin, entry) or _read(origin, entry, reading)

@@ -16,8 +16,8 @@ _ROLES = {
 ROLES = {spelled: role for role, names in _ROLES.items() for spelled in names.split()}
 """A role, in lower case → the templates' name of it. Other roles are handed to the template as they are."""
 
-_FIELDS = "role content tool_calls name tool_call_id weight reasoning_content tools"
-FIELDS = {name: name for name in _FIELDS.split()} | {
+_TEMPLATE_FIELDS = "role content tool_calls name tool_call_id weight reasoning_content tools"
+MESSAGE_FIELDS = {name: name for name in _TEMPLATE_FIELDS.split()} | {
     "from": "role", "value": "content", "text": "content", "function_call": "tool_calls", "train": "weight",
     "training": "weight", "thinking": "reasoning_content", "reasoning": "reasoning_content",
 }  # fmt: skip
@@ -57,8 +57,8 @@ def _message(value: Any, name: str, unused: dict[str, None]) -> dict[str, Any]:
         return {"role": value["role"], "content": check(value["content"], str, name)}
     message: dict[str, Any] = {}
     # The templates' own names come first: where a message has two names of a field, theirs counts.
-    for key, item in sorted(value.items(), key=lambda pair: pair[0] not in FIELDS.values()):
-        field = FIELDS.get(key.strip().casefold())
+    for key, item in sorted(value.items(), key=lambda pair: pair[0] not in MESSAGE_FIELDS.values()):
+        field = MESSAGE_FIELDS.get(key.strip().casefold())
         if item != item:  # NaN: pandas' empty cell
             continue
         if field and message.get(field) is None and (item is not None or field == "content"):

@@ -20,20 +20,20 @@ from toolkit.core.atomic_io import shorten_value, unique_names
 from toolkit.core.errors import DataError
 from toolkit.models.files import first_line
 
-LONGEST = 8 * 2**20
+LONGEST_TEXT = 8 * 2**20
 """Characters of the longest text: a tokenizer takes some 160 bytes for each of them."""
 
-PIECE = 2**20
+READ_BYTES = 2**20
 """Bytes that are read at once."""
 
-WHOLE = 2**30
+LONGEST_VALUE = 2**30
 """Characters of the longest JSON value: one object with a list of rows is read whole. Arrays are read row by row."""
 
 BATCH_ROWS = 500
 """Rows of a table that become Python objects at once."""
 
 CSV, ARROW = (".csv", ".tsv", ".tab", ".psv"), (".parquet", ".arrow", ".feather")
-JSON = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json")
 """Suffixes of tables and rows."""
 
 PLAIN = (".txt", ".text")
@@ -122,7 +122,7 @@ def open_file(path: Path, file: Any, suffix: str, names: Sequence[str] = ()) -> 
     if suffix in ARROW:
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
     start = head.decode(encoding or "utf-8", "ignore").removeprefix("\ufeff")
-    if suffix in PLAIN or suffix not in (*CSV, *JSON, *TEXT):
+    if suffix in PLAIN or suffix not in (*CSV, *JSON_SUFFIXES, *TEXT):
         header, row = (re.split("[\t,;|]", line) for line in (start.strip() + "\n").split("\n")[:2])
         known = {cell.strip(" \"'\r").casefold() for cell in header} <= set(names)
         table = known and 1 < len(header) <= len(row)
@@ -130,7 +130,7 @@ def open_file(path: Path, file: Any, suffix: str, names: Sequence[str] = ()) -> 
     text = Text(path, stream, encoding or "utf-8-sig")
     if suffix in CSV:
         return _csv_table(text, suffix)
-    return _json_table(text, suffix == ".json" and start.lstrip()[:1] == "{") if suffix in JSON else text
+    return _json_table(text, suffix == ".json" and start.lstrip()[:1] == "{") if suffix in JSON_SUFFIXES else text
 
 
 def _holds_rows(start: str) -> bool:
@@ -178,7 +178,7 @@ class Text:
 
     def read(self, size: int = 0) -> str:
         """Return the characters of the next `size` bytes, or of a piece; none at the end."""
-        data = self._stream.read(size := max(size, PIECE))
+        data = self._stream.read(size := max(size, READ_BYTES))
         self._bytes += len(data)
         try:
             text = self._decoder.decode(data, final=len(data) < size)
@@ -206,9 +206,9 @@ class Text:
 
 
 def check_size(size: int, where: str) -> None:
-    """Refuse a text over `LONGEST`."""
-    if size > LONGEST:
-        raise DataError(f"{where}: the text has more than {LONGEST:,} characters. Split it into several.")
+    """Refuse a text over `LONGEST_TEXT`."""
+    if size > LONGEST_TEXT:
+        raise DataError(f"{where}: the text has more than {LONGEST_TEXT:,} characters. Split it into several.")
 
 
 def _csv_table(text: Text, suffix: str) -> Table:
@@ -221,7 +221,7 @@ def _csv_table(text: Text, suffix: str) -> Table:
     if skipped:
         marks, head = header[0][-1], list(islice(lines, 1))
     delimiter = max(marks, key=lambda mark: len(next(csv.reader(header, delimiter=mark), ())))
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_TEXT))
     written: list[str] = []
 
     def remembered() -> Iterator[str]:
@@ -294,7 +294,7 @@ def _json_rows(text: Text) -> Iterator[tuple[int, Any]]:
             except (ValueError, RecursionError) as error:
                 problem, end = getattr(error, "msg", str(error)), getattr(error, "pos", start)
         # What ends with the piece may go on. A long value is tried again after twice its length.
-        cut = (end > len(buffer) - 8 or problem.startswith("Unterminated")) and len(buffer) - at < WHOLE
+        cut = (end > len(buffer) - 8 or problem.startswith("Unterminated")) and len(buffer) - at < LONGEST_VALUE
         if cut and (piece := text.read(len(buffer) - at)):
             buffer, at = buffer[at:] + piece, 0
             continue
@@ -328,7 +328,7 @@ def _arrow_table(stream: Any, kind: str) -> Table:
     import pyarrow.parquet as pq
 
     if kind == "parquet":
-        parquet = pq.ParquetFile(stream, buffer_size=PIECE, pre_buffer=False)
+        parquet = pq.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False)
         return arrow_rows(parquet.schema_arrow.names, lambda c: parquet.iter_batches(BATCH_ROWS, columns=c))
     reader: Any = (pa.ipc.open_stream if "stream" in kind else pa.ipc.open_file)(stream)
     batches = reader if "stream" in kind else map(reader.get_batch, range(reader.num_record_batches))

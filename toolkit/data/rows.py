@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 META = "meta.json"
 
-FORMAT = 2
+ROWS_FORMAT = 2
 """Version of the cached rows. Raise it when their content changes, so that older rows are not taken for new ones."""
 
 
@@ -174,7 +174,7 @@ def prepare_data(
         add_end_token=add_end_token,
     )
     about = {"seq_len": seq_len, "packed": packed, "kind": spec.kind, "pad_token_id": tokenizer.pad_token_id}
-    settings = {**about, "format": FORMAT, "too_long": too_long, "encoder": encoder.settings}
+    settings = {**about, "format": ROWS_FORMAT, "too_long": too_long, "encoder": encoder.settings}
     key = json.dumps([settings, _tokenizer_state(tokenizer), contents.hash], sort_keys=True)
     fingerprint = hashlib.sha256(key.encode()).hexdigest()
     counts = Counts()

@@ -12,16 +12,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.run_config import EMBEDDED
 from toolkit.core.atomic_io import expand_user, open_regular, outside_target
 from toolkit.core.errors import DataError
 from toolkit.data.embedded import embedded_files
-from toolkit.data.readers import ARROW, BATCH_ROWS, CSV, JSON, TEXT, Table, Text, arrow_rows, open_file
+from toolkit.data.readers import ARROW, BATCH_ROWS, CSV, JSON_SUFFIXES, TEXT, Table, Text, arrow_rows, open_file
 from toolkit.models.files import first_line, hub_reachable
 
-EMBEDDED = "embedded"
-"""The source's name that means the embedded text, as None does."""
-
-READ = (*TEXT, *JSON, *CSV, *ARROW)
+READ = (*TEXT, *JSON_SUFFIXES, *CSV, *ARROW)
 """Formats that are read from a folder, also compressed."""
 
 NAMED = 5
@@ -29,7 +27,7 @@ NAMED = 5
 
 _DESCRIBES = re.compile(r"dataset_infos?.*\.json|(config|dataset_dict)\.json|.*\.ya?ml", re.I)
 _COMPRESSED = re.compile(r"(?<=.)\.(gz|zst|bz2|xz)$", re.I)
-_DOCUMENTS = re.compile(r"(readme|licen[cs]e).*", re.I)
+_NOT_DATA = re.compile(r"(readme|licen[cs]e).*", re.I)
 
 # The words and separators of `datasets.data_files`, which splits a folder by its files' names in the same way.
 _SPLIT = re.compile(
@@ -201,7 +199,7 @@ def _folder(name: str, path: Path) -> Source:
             if unreadable
             else "the folder holds no text or rows"
         )
-        formats = f"{', '.join((*JSON, *CSV, *ARROW))}, or text such as .txt, .md or .py"
+        formats = f"{', '.join((*JSON_SUFFIXES, *CSV, *ARROW))}, or text such as .txt, .md or .py"
         raise DataError(
             f"data {name}: {problem}. Expected {formats}. Unpack or convert the files, or name one text file."
         )
@@ -288,7 +286,7 @@ def suffix_of(path: str | Path) -> str:
 def _is_description(name: str) -> bool:
     """Return whether a file describes data and does not count as data where there are other files."""
     file, text = Path(name).name, suffix_of(name) in ("", *TEXT)
-    return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_DOCUMENTS.fullmatch(file)))
+    return bool(_DESCRIBES.fullmatch(file)) or (text and bool(_NOT_DATA.fullmatch(file)))
 
 
 def _count(names: Sequence[str], what: str = "") -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.run_config import TRAIN_ON
-from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
+from toolkit.core.atomic_io import LONGEST_JSON, expand_user, read_limited
 from toolkit.core.display import progress_bar
 from toolkit.core.errors import DataError
 from toolkit.core.process_lifecycle import begin_child
@@ -27,7 +27,7 @@ from toolkit.data.files import Document
 from toolkit.data.ingestion import Batch, Contents
 from toolkit.models.chat_template import ChatTemplate, Rendered
 
-BATCH, BATCH_CHARACTERS = 256, 2**19
+BATCH_TEXTS, BATCH_CHARACTERS = 256, 2**19
 """Texts that are given to the tokenizer at once end at either: it takes some 160 bytes for each character."""
 
 _TRIMS = b'"trim_offsets":true'
@@ -82,7 +82,7 @@ class Encoder:
         chat = not self.seq2seq and bool(self.template or self.tokenizer.chat_template)
         for kind, alike in groupby((document.resolve(chat) for document in documents), lambda each: each.kind):
             if kind == "prompt" and self.seq2seq:
-                while some := list(islice(alike, BATCH)):
+                while some := list(islice(alike, BATCH_TEXTS)):
                     yield from self._pairs(some)
             else:
                 for texts in _batches(map(self._render, alike)):
@@ -193,7 +193,7 @@ def _batches(texts: Iterator[Rendered]) -> Iterator[list[Rendered]]:
     for each in texts:
         batch.append(each)
         size += len(each.text)
-        if len(batch) == BATCH or size > BATCH_CHARACTERS:
+        if len(batch) == BATCH_TEXTS or size > BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -233,7 +233,7 @@ def read_template(template: str | Path | None) -> str | None:
     if template is None or "{" in str(template):
         return None if template is None else str(template)
     try:
-        text = read_limited(expand_user(template), LIMIT).decode()
+        text = read_limited(expand_user(template), LONGEST_JSON).decode()
         if not text.strip():
             raise ValueError("it is empty")
         return text

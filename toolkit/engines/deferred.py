@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-METADATA = {
+WITHOUT_VALUES = {
     *("dtype", "device", "layout", "requires_grad", "requires_grad_", "is_leaf", "is_meta", "is_cuda", "is_cpu"),
     *("grad", "grad_fn", "is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_contiguous", "is_nested"),
     *("stride", "data_ptr", "element_size", "itemsize", "untyped_storage", "_version"),
@@ -24,7 +24,7 @@ METADATA = {
 }
 """Attributes and functions of a tensor that need no values."""
 
-SHAPES: dict[str, Callable[..., Any]] = {
+SHAPE_ACCESS: dict[str, Callable[..., Any]] = {
     "shape": lambda shape: shape,
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
     **dict.fromkeys(("dim", "ndim", "ndimension"), len),
@@ -52,10 +52,10 @@ def deferred_class() -> Any:
             accessor = func.__name__ in ("__get__", "__set__", "__delete__")
             name = func.__self__.__name__ if accessor else func.__name__
             with torch._C.DisableTorchFunctionSubclass():
-                if name in METADATA or sys._getframe(1).f_globals.get("__name__") == PARTITIONING:
+                if name in WITHOUT_VALUES or sys._getframe(1).f_globals.get("__name__") == PARTITIONING:
                     return func(*args, **kwargs)
-                if name in SHAPES and isinstance(args[0], cls):
-                    return SHAPES[name](args[0].whole_shape, *(() if accessor else args[1:]), **kwargs)
+                if name in SHAPE_ACCESS and isinstance(args[0], cls):
+                    return SHAPE_ACCESS[name](args[0].whole_shape, *(() if accessor else args[1:]), **kwargs)
                 if name == "to" and [type(word) for word in (*args[1:], *kwargs.values())] in ([torch.device], [str]):
                     return args[0]  # to a device: `prepare` places it
                 if name == "data" and func.__name__ == "__set__":

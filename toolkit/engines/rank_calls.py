@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from toolkit.core import errors
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.engines.timeouts import limit_of
-from toolkit.run_folder.heartbeat import EVERY, show_waiting
+from toolkit.run_folder.heartbeat import BEAT_SECONDS, show_waiting
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -137,7 +137,7 @@ def ticking(tick: Callable[[], object]) -> Iterator[None]:
     def run() -> None:
         # Where it fails, the others see no sign of life, and say so.
         with contextlib.suppress(OSError, RuntimeError):
-            while not stop.wait(EVERY):
+            while not stop.wait(BEAT_SECONDS):
                 tick()
 
     thread = threading.Thread(target=run, name="toolkit-tick", daemon=True)

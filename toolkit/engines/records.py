@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+STATES = ("trainable", "frozen", "master", "optimizer")
+"""The parts of `StateMemory`."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -79,7 +82,7 @@ class StateMemory(Result):
     def tables(self) -> list[Table]:
         rows = [
             (name, "–" if (size := getattr(self, name)) is None else format_bytes(size), self.dtypes.get(name, "–"))
-            for name in ("trainable", "frozen", "master", "optimizer")
+            for name in STATES
         ]
         return [Table(title="Held by this rank", columns=("part", "bytes", "dtype"), rows=rows)]
 

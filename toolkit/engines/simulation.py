@@ -22,7 +22,7 @@ from toolkit.engines.states import (
 )
 from toolkit.engines.traces import Segment, Trace
 
-BLOCK, GROUP = 64, 256
+QUANT_BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a 4-bit constant, and constants that share a nested one (bitsandbytes/functional.py `quantize_4bit`)."""
 
 PIECE, PIECE_WORK = 2**18, 14
@@ -178,9 +178,9 @@ def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = 
             columns = source.shape[-1]
             # Experts that are joined as they are read lie in the files one by one, gate and up apart.
             matrix = math.prod(source.shape[-2:]) // (2 if job.spec.copied and "gate_up" in source.name else 1)
-            piece = min(matrix, max(BLOCK, PIECE // columns // BLOCK * BLOCK) * columns)
+            piece = min(matrix, max(QUANT_BLOCK, PIECE // columns // QUANT_BLOCK * QUANT_BLOCK) * columns)
             on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
-            work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, BLOCK)
+            work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, QUANT_BLOCK)
             ledger.hold("buffers", packing_constants(source.elements))
             size = state.bytes
         elif mapped:
@@ -237,8 +237,8 @@ def packing_constants(elements: int) -> int:
 
     Source: bitsandbytes/functional.py `QuantState`, with nested `state2`.
     """
-    scales = ceil_div(elements, BLOCK)
-    return scales + 4 * ceil_div(scales, GROUP) + 4 * (16 + 256 + 1)
+    scales = ceil_div(elements, QUANT_BLOCK)
+    return scales + 4 * ceil_div(scales, NESTED_BLOCK) + 4 * (16 + 256 + 1)
 
 
 def gathers(job: Job, *, backward: bool = True) -> list[Transfer]:

@@ -35,7 +35,7 @@ made_by_toolkit = False
 WORKER = "pt_gloo_runloop"
 """The name of gloo's worker threads: torch, `ProcessGroupGloo::runLoop`."""
 
-LIMIT = 5.0
+IDLE_LIMIT = 5.0
 """Seconds to wait for workers. Idle workers need none; workers in a collective without its peers never become idle."""
 
 BLIND_LIMIT = 0.1
@@ -149,7 +149,7 @@ def wait_at_exit() -> None:
 
 def wait_for_workers() -> None:
     """Wait until gloo's workers are idle. If some are not, keep the process groups: nothing joins their workers then."""
-    deadline = time.monotonic() + (LIMIT if Path("/proc/self/syscall").exists() else BLIND_LIMIT)
+    deadline = time.monotonic() + (IDLE_LIMIT if Path("/proc/self/syscall").exists() else BLIND_LIMIT)
     while not all(map(_is_idle, workers())):
         if time.monotonic() > deadline:
             _keep_groups()

@@ -14,7 +14,7 @@ from toolkit.checkpoints import Manifest, list_checkpoints, read_manifest, valid
 from toolkit.checkpoints.identity import ADAPTER_FIELDS
 from toolkit.checkpoints.importers import Entry, Weights, open_foreign
 from toolkit.checkpoints.layout import WEIGHT
-from toolkit.checkpoints.manifest import NAME, listed, misplacement
+from toolkit.checkpoints.manifest import MANIFEST, listed, misplacement
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.flags import from_dict
 from toolkit.config.strategy import Strategy
@@ -58,7 +58,7 @@ def opened_source(path: Path) -> Iterator[Source]:
     if not path.is_dir():
         raise RunError(f"{path}: no such folder. Name a run's folder, or a checkpoint in it.")
     skipped: tuple[str, ...] = ()
-    if (path / NAME).exists() or path.name.startswith("step-"):
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
         faults = validate(path)
         if faults:
             raise CheckpointError(f"{path} is damaged: {'; '.join(faults[:3])}. {_other_checkpoints(path)}")
@@ -110,7 +110,7 @@ def _check_manifest(path: Path, manifest: Manifest) -> None:
     faults += [f"{name} has no weight" for name, about in manifest.tensors.items() if not {WEIGHT, BUFFER} & set(about)]
     if faults:
         raise CheckpointError(
-            f"{path / NAME} cannot be exported from: {'; '.join(faults[:3])}. {_other_checkpoints(path)}"
+            f"{path / MANIFEST} cannot be exported from: {'; '.join(faults[:3])}. {_other_checkpoints(path)}"
         )
 
 
@@ -138,7 +138,7 @@ def _foreign(path: Path) -> Source:
     weights = open_foreign(path)
     if weights is None:
         raise RunError(
-            f"{path} holds nothing to export: expected a run (run.json), a checkpoint ({NAME}), or a folder of "
+            f"{path} holds nothing to export: expected a run (run.json), a checkpoint ({MANIFEST}), or a folder of "
             "DeepSpeed's or Accelerate's. Give one of these."
         )
     if any(".lora_" in name for name in weights.shapes):

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.manifest import NAME
+from toolkit.checkpoints.manifest import MANIFEST
 from toolkit.config.flags import by_name
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
@@ -20,11 +20,11 @@ from toolkit.engines.job import Job
 from toolkit.exporters.verification import reopen, reopen_whole, single_process_job
 from toolkit.models import ModelSpec, require_weights
 from toolkit.models.files import first_line, local_folder
-from toolkit.models.hf_loading import LONG, load_tokenizer, quiet_bars
+from toolkit.models.hf_loading import SHOWS_PROGRESS, load_tokenizer, quiet_bars
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.transforms.adapters import require_libraries
 
-TOKENS, SAMPLE_TOKENS = 256, 64
+ANSWER_TOKENS, SAMPLE_TOKENS = 256, 64
 """The most new tokens of an answer, unless asked for more, and of a sample in a training."""
 
 ADAPTER = "adapter_config.json"
@@ -76,13 +76,13 @@ def generate(
     if not 0 <= temperature < math.inf:
         raise ToolkitError(f"temperature {temperature}: expected a finite number from 0 on. Use 0 for greedy decoding.")
     if max_new_tokens is not None and max_new_tokens < 1:
-        raise ToolkitError(f"max_new_tokens {max_new_tokens}: expected at least 1. Leave it out for {TOKENS}.")
+        raise ToolkitError(f"max_new_tokens {max_new_tokens}: expected at least 1. Leave it out for {ANSWER_TOKENS}.")
     spec, job, folder = _find(source, model, trust_remote_code)
     own = (folder / "tokenizer_config.json").is_file()  # of an adapter, too
     tokenizer = load_tokenizer(dataclasses.replace(spec, source=str(folder)) if own else spec)
     ids, room = encode(tokenizer, spec, prompt, new=max_new_tokens or 1, chat=chat_template)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-    most = max_new_tokens or min(TOKENS, room)
+    most = max_new_tokens or min(ANSWER_TOKENS, room)
     opened = _open(spec, job, folder)
     text = answer(opened, tokenizer, ids, max_new_tokens=most, temperature=temperature, streamer=streamer)
     return _Printed(text) if stream else text
@@ -147,7 +147,7 @@ def _find(source: str | Path, model: str | None, trust: str | None) -> tuple[Mod
     run = next((each for each in (path, path.parent) if (each / "run.json").is_file()), None)
     recorded = read_run_json(run) if run else {}
     folder = path / "export" if run == path else path
-    if (path / NAME).is_file() or not folder.is_dir():
+    if (path / MANIFEST).is_file() or not folder.is_dir():
         best = f" Or give {path / 'best'}." if (path / "best").is_dir() else ""
         raise RunError(
             f"{path} has no saved model: expected a finished run that was not trained with --no-save. `toolkit export "
@@ -183,7 +183,7 @@ def _open(spec: ModelSpec, job: Job, folder: Path) -> Any:
     try:
         if adapter and not (folder / "adapter_model.safetensors").is_file():  # PEFT would read a pickle
             raise RunError("it has no adapter_model.safetensors")
-        with quiet_bars(shown=spec.elements >= LONG):
+        with quiet_bars(shown=spec.elements >= SHOWS_PROGRESS):
             model = reopen(job, folder) if adapter else reopen_whole(spec, folder, dtype="auto", attention=attention)
     except (OSError, ValueError, RuntimeError, RunError) as error:
         raise ModelError(f"{folder} cannot be opened: {first_line(error)}. Copy it again from its source.") from error

@@ -24,7 +24,7 @@ from toolkit.engines.job import Job
 from toolkit.exporters.folders import Source, atomic_dir, check_target, opened_source
 from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs, write_adapter
 from toolkit.exporters.results import (
-    TOLERANCE,
+    LOGITS_TOLERANCE,
     Checked,
     Export,
     SavedTensor,
@@ -46,7 +46,7 @@ from toolkit.exporters.verification import (
 )
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.files import cached
-from toolkit.models.hf_loading import LONG, load_tokenizer, quiet_bars
+from toolkit.models.hf_loading import SHOWS_PROGRESS, load_tokenizer, quiet_bars
 from toolkit.transforms.adapters import adapt, quantized_modules
 from toolkit.transforms.fused_experts import unpack_experts
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "bf16", "fp16")
 
 INT8 = 5e-2
-"""`TOLERANCE` over an 8-bit base: its forward rounds activations, too (Dettmers et al. 2022)."""
+"""`LOGITS_TOLERANCE` over an 8-bit base: its forward rounds activations, too (Dettmers et al. 2022)."""
 
 
 @by_name
@@ -159,12 +159,16 @@ def _whole(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> C
     entries, tensors = _write(spec, source.weights, dtype, draft)
     own = common_dtype(entries)
     dtype, notes = dtype or own, []
-    if dtype not in TOLERANCE:
-        raise RunError(f"{source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype.")
+    if dtype not in LOGITS_TOLERANCE:
+        raise RunError(
+            f"{source.path} holds weights in {dtype}: expected {', '.join(LOGITS_TOLERANCE)}. Choose a --dtype."
+        )
     if dtype != own:
         notes.append(f"Saved in {dtype}; the checkpoint holds {own}. Logits were compared in {dtype}.")
     error = compare_whole(spec, entries, draft, dtype)
-    return Checked(what="model", error=error, tensors=tensors, notes=(*notes, *logits_notes(error, TOLERANCE[dtype])))
+    return Checked(
+        what="model", error=error, tensors=tensors, notes=(*notes, *logits_notes(error, LOGITS_TOLERANCE[dtype]))
+    )
 
 
 def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> Checked:
@@ -181,7 +185,7 @@ def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> 
     _, tensors = _write(spec, merged(model, job, source, dtype), dtype, draft)
     del model
     error = relative_error(logits_of(spec, draft, dtype)[0], expected)
-    limit = INT8 if source.adapter == "qlora8" else TOLERANCE[by_width[0]]
+    limit = INT8 if source.adapter == "qlora8" else LOGITS_TOLERANCE[by_width[0]]
     if not error <= limit:  # merged weights are new, so only logits can check them
         raise RunError(
             f"the export of {source.path} was removed: its logits differ from the trained model's by {error:.1e} relative, "
@@ -211,7 +215,7 @@ def _adapter(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) ->
     error = None
     if expected is not None:
         error = relative_error(logits(reopen_adapter(model.unload(), draft), spec), expected)
-    notes = logits_notes(error, TOLERANCE[job.compute_dtype])
+    notes = logits_notes(error, LOGITS_TOLERANCE[job.compute_dtype])
     return Checked(what="adapter", error=error, tensors=tensors, notes=notes)
 
 
@@ -227,7 +231,7 @@ def _write(
     files = ModelFiles(model, entries, dtype)
     files.create(draft, spec)
     tokenizer.save_pretrained(draft)
-    for group in tqdm(files.groups, desc="writing", disable=spec.elements < LONG):
+    for group in tqdm(files.groups, desc="writing", disable=spec.elements < SHOWS_PROGRESS):
         files.write(group)
     check_files(draft, files.written)
     return entries, files.written

@@ -10,14 +10,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.engines.simulation import QUANT_BLOCK
 from toolkit.engines.traces import TraceConfig
 from toolkit.transforms.adapters import import_bitsandbytes
 
 if TYPE_CHECKING:
     import torch
-
-BLOCK = 64
-"""Weights that share a scale under 4 bits (transformers' default)."""
 
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -190,7 +188,7 @@ def _fake_dequantize(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     """Return dequantized weights, made from scales that are dequantized first."""
     import torch
 
-    scales = torch.empty(math.ceil(math.prod(shape) / BLOCK))
+    scales = torch.empty(math.ceil(math.prod(shape) / QUANT_BLOCK))
     scales = scales + 1
     weight = torch.empty(shape, dtype=dtype)
     del scales
@@ -222,7 +220,7 @@ def _int8_product(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None, st
     return Product.apply(x)  # type: ignore[no-untyped-call]
 
 
-WIDE = (
+FP32_OPERATIONS = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm "
     "logsumexp dist cdist cosine_similarity"
@@ -243,7 +241,7 @@ def cuda_casts() -> Iterator[None]:
 
     key = "AutocastCPU"
     with torch.library._scoped_library("aten", "IMPL", key) as library:
-        for names, kernel in ((WIDE, _wide_kernel), (SUMS, _sum)):
+        for names, kernel in ((FP32_OPERATIONS, _wide_kernel), (SUMS, _sum)):
             for name in names.split():
                 if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
                     packet, _, overload = name.partition(".")

@@ -107,7 +107,7 @@ class Correction:
 RANK_BYTES = ("peak_bytes", "reserved_bytes", "device_bytes")
 """The measured bytes of a rank."""
 
-WINDOW = 3
+SLOWED_STEPS = 3
 """First steps, which the memory window slows; they count for speed only in runs without other steps."""
 
 
@@ -136,7 +136,7 @@ def read_correction(path: Path, expected_device: Device) -> Correction:
         fullest = max(measured["per_rank"], key=lambda rank: rank["peak_bytes"])
         reserved, device = fullest.get("reserved_bytes"), fullest.get("device_bytes")
         seconds = [event["seconds"] for event in steps]
-        took = statistics.median(seconds[WINDOW:] or seconds)
+        took = statistics.median(seconds[SLOWED_STEPS:] or seconds)
         return Correction(
             more=measured["peak_bytes"] - expected["device"]["peak_bytes"],
             fragmentation=reserved / fullest["peak_bytes"] if reserved else None,

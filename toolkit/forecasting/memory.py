@@ -23,7 +23,7 @@ from toolkit.transforms.adapters import require_adapter
 
 L = TypeVar("L", bound=Ledger)
 
-BLOCK = {"cpu": 1, "cuda": 512}
+ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}
 """Bytes that an allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize`)."""
 
 
@@ -74,7 +74,7 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
 
 def whole_step(job: Job, trace: Trace) -> list[Segment]:
     """Repeat the trace over the whole depth, split at the engine's boundaries."""
-    return _spread(trace, BLOCK[job.device.kind], job.engine)
+    return _spread(trace, ALLOCATION_UNIT[job.device.kind], job.engine)
 
 
 def fused_peak(job: Job, trace: Trace, *, save: bool, num_checkpoints: int) -> int:

@@ -21,14 +21,14 @@ from toolkit.devices.machine import Hardware, hardware
 from toolkit.engines.resolution import accelerate_config
 from toolkit.forecasting.prediction import CPU_NOTE, check_type
 from toolkit.forecasting.reasons import EQUAL, why_faster
-from toolkit.forecasting.search import FIELDS, OFFLOADED, Candidate, Search, find_alternatives
+from toolkit.forecasting.search import ALTERNATIVE_FIELDS, OFFLOADED, Candidate, Search, find_alternatives
 from toolkit.models import ModelSpec, describe
 from toolkit.transforms.adapters import check_quantized
 
 UNCERTAIN = 3
 """Number of best candidates with printed uncertainties."""
 
-SHOWN, REASONS = 10, 5
+SHOWN_CANDIDATES, SHOWN_REASONS = 10, 5
 """Numbers of ranked candidates, and of reasons for rejections, that are printed without --all."""
 
 
@@ -118,10 +118,10 @@ class Plan(Result):
     def tables(self) -> list[Table]:
         """Return the ranked candidates, the alternatives, and the rejected ones."""
         costs = ("hours", "cost", "saving") if self.tokens is not None else ()
-        shown = self.ranked if self.whole else self.ranked[:SHOWN]
+        shown = self.ranked if self.whole else self.ranked[:SHOWN_CANDIDATES]
         ranked = _table(
             f"{self.model} on {self.hardware.label}, global batch {self.global_batch}",
-            (*COLUMNS, *(costs or ("tokens/s", "step")), "need"),
+            (*CANDIDATE_COLUMNS, *(costs or ("tokens/s", "step")), "need"),
             shown,
             self._notes(len(shown)),
         )
@@ -132,7 +132,9 @@ class Plan(Result):
             self.alternatives,
             [f"Each with its fastest sharding at {batch}. Plan again with the change for all of them."],
         )
-        rejected = _table("Rejected", (*COLUMNS, "why"), self.rejected) if self.whole else self._reasons_table()
+        rejected = (
+            _table("Rejected", (*CANDIDATE_COLUMNS, "why"), self.rejected) if self.whole else self._reasons_table()
+        )
         return [table for table in (ranked, alternatives, rejected) if table.rows]
 
     def _notes(self, shown: int) -> list[str]:
@@ -174,7 +176,7 @@ class Plan(Result):
         for candidate in self.rejected:
             groups.setdefault(candidate.kind, []).append(candidate)
         rows = []
-        for kind, candidates in sorted(groups.items(), key=lambda group: -len(group[1]))[:REASONS]:
+        for kind, candidates in sorted(groups.items(), key=lambda group: -len(group[1]))[:SHOWN_REASONS]:
             closest = min(candidates, key=lambda candidate: candidate.shortfall)
             words = " ".join(dict.fromkeys(candidate.strategy.sharding for candidate in candidates))
             least = (
@@ -222,7 +224,7 @@ class Plan(Result):
         return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
 
 
-COLUMNS = ("sharding", "offload", "recompute", "batch")
+CANDIDATE_COLUMNS = ("sharding", "offload", "recompute", "batch")
 """Columns of every candidate."""
 
 
@@ -261,7 +263,7 @@ def plan(
         strategy: adapter, precision and attention; sharding, offload and activation checkpointing are chosen.
         train_config: the step; micro-batch and accumulation are chosen.
         one_document, allow_unquantized: as in `forecast`.
-        vary: of `search.FIELDS`, the fields for which other values are tried too. Where nothing fits, all are.
+        vary: of `search.ALTERNATIVE_FIELDS`, the fields for which other values are tried too. Where nothing fits, all are.
         tokens: of the whole training; adds hours to each candidate.
         price: of a device for an hour; with `tokens` it adds costs.
         whole: show every candidate, not the first ones and the reasons.
@@ -318,5 +320,5 @@ def _check_request(search: Search, vary: Collection[str], allow_unquantized: boo
         raise ToolkitError("price: expected the tokens of the training too. Add --tokens, such as --tokens 2e9.")
     if search.strategy.quantized:
         check_quantized(search.spec, search.strategy.adapter, allow_unquantized)
-    if unknown := set(vary) - set(FIELDS):
-        raise ToolkitError(f"vary {', '.join(sorted(unknown))}: expected some of {', '.join(FIELDS)}.")
+    if unknown := set(vary) - set(ALTERNATIVE_FIELDS):
+        raise ToolkitError(f"vary {', '.join(sorted(unknown))}: expected some of {', '.join(ALTERNATIVE_FIELDS)}.")

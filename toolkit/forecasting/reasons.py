@@ -16,12 +16,12 @@ from toolkit.forecasting.timing import collectives, offloads
 EQUAL = 0.01
 """Differences up to this share of the larger value do not count."""
 
-STATES = {"parameters": "the parameters", "master": "the master copy", "optimizer": "the moments"}
+KEPT_PARTS = {"parameters": "the parameters", "master": "the master copy", "optimizer": "the moments"}
 """Parts that exist between steps → their names in sentences. Other parts exist within a step only."""
 
-PART_NAMES = {**STATES, "activations": "the activations", "logits": "the logits", "gradients": "the gradients"}
+PART_NAMES = {**KEPT_PARTS, "activations": "the activations", "logits": "the logits", "gradients": "the gradients"}
 
-SETTINGS = {
+SETTING_SENTENCES = {
     "micro_batch": "takes {0} sequences at once, not {1}",
     "seq_len": "takes sequences of {0} tokens, not {1}",
     "attention": "computes attention by {0}, not {1}",
@@ -53,7 +53,7 @@ class _Side:
 
     def size(self, part: str) -> int:
         """Return the bytes on the device: of a state between steps, of another part at the peak."""
-        if part in STATES:
+        if part in KEPT_PARTS:
             return getattr(on_device(self.job, self.state), part) or 0
         return self.forecast.parts.get(part, 0)
 
@@ -113,14 +113,14 @@ def _explain_part(sides: Sequence[_Side], part: str) -> Iterator[str]:
     if pair is None:
         return
     less, more, few, many = pair
-    if part not in STATES and many < EQUAL * max(side.forecast.peak_bytes for side in sides):
+    if part not in KEPT_PARTS and many < EQUAL * max(side.forecast.peak_bytes for side in sides):
         return
     if part in ("activations", "logits"):
         causes = list(_setting_causes(less, more))
     else:
         causes = list(_state_causes(less, more, part)) if part in PART_NAMES else []
     verbs = " and ".join(causes) or f"holds less of {PART_NAMES.get(part, f'the {part}')}"
-    moment = "of a rank" if part in STATES else "at its peak"
+    moment = "of a rank" if part in KEPT_PARTS else "at its peak"
     yield f"{less.label} {verbs}: {format_bytes(few)} {moment} instead of {format_bytes(many)}."
 
 
@@ -130,7 +130,7 @@ def _state_causes(less: _Side, more: _Side, part: str) -> Iterator[str]:
     if part == "master" and not less.dtype(part):
         yield f"steps its weights without a master copy in {more.dtype(part)}"
         return
-    if part in STATES and not less.size(part):
+    if part in KEPT_PARTS and not less.size(part):
         yield f"keeps {words} in the host's memory"
         return
     ranks, others = less.shard_size(part), more.shard_size(part)
@@ -150,7 +150,7 @@ def _setting_causes(less: _Side, more: _Side) -> Iterator[str]:
     """Yield the settings that reduce activations."""
     fields = [{**vars(side.job.strategy), **vars(side.job.train_config)} for side in (less, more)]
     verb = "recomputes" if fields[0]["activation_checkpointing"] == "full" else "does not recompute"
-    for name, words in SETTINGS.items():
+    for name, words in SETTING_SENTENCES.items():
         if fields[0][name] != fields[1][name]:
             yield words.format(fields[0][name], fields[1][name], verb)
 

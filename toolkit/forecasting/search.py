@@ -169,7 +169,7 @@ def rejection(forecast: Forecast) -> str:
     return ""
 
 
-FIELDS = ("adapter", "precision", "seq_len", "hardware")
+ALTERNATIVE_FIELDS = ("adapter", "precision", "seq_len", "hardware")
 """The fields that an alternative changes, in this order."""
 
 MOST_DEVICES, DEVICES_OF_A_NODE = 512, 8
@@ -296,7 +296,7 @@ def _micro_batches(train_config: TrainConfig, share: int) -> Iterator[TrainConfi
 
 
 def find_alternatives(
-    search: Search, fields: Collection[str] = FIELDS, *, machines: bool = False
+    search: Search, fields: Collection[str] = ALTERNATIVE_FIELDS, *, machines: bool = False
 ) -> Iterator[Candidate]:
     """Yield the fastest candidate that fits for each value of these fields; for seq_len and hardware the first value that fits.
 
@@ -336,7 +336,7 @@ def _requests(search: Search) -> Iterator[tuple[str, dict[str, Any], Search]]:
     """Yield the changed field, the whole change, and the search with it, for changes that engine and model support."""
     machine, on_cpu = search.machine, search.machine.device.kind == "cpu"
     possible = list(training_changes(search.strategy, search.train_config, on_cpu=on_cpu))
-    for name in FIELDS:
+    for name in ALTERNATIVE_FIELDS:
         for change in (change for change in possible if name in change):
             with contextlib.suppress(ToolkitError):
                 strategy, train_config = changed(search.strategy, search.train_config, change)

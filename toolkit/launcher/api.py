@@ -46,11 +46,21 @@ from toolkit.training.setup import STRATEGY, choose_ranks, print_default
 CLAIM_SECONDS = 1.0
 """Time limit for another run's processes to leave the folder."""
 
-OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartPolicy}
+LAUNCH_OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartPolicy}
 """Owners of the fields that `launch` takes."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
+LAUNCHER_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    RUN_DIR,
+    STRATEGY,
+    TOKEN,
+)
 """Environment variables of a launcher, by prefix and by name: the rank of a process, and its sharding."""
 
 
@@ -161,7 +171,7 @@ def _sort_options(
     strategy: Strategy | Candidate | str | None, fields: Mapping[str, Any], *, recipe: bool
 ) -> dict[str, Any]:
     """Return Strategy, TrainConfig, RunConfig and RestartPolicy by name, made from these fields."""
-    owner_of = {f.name: name for name, owner in OWNERS.items() for f in dataclasses.fields(owner)}
+    owner_of = {f.name: name for name, owner in LAUNCH_OWNERS.items() for f in dataclasses.fields(owner)}
     known = (*owner_of, "processes", "run_dir")
     if unknown := {name: value for name, value in fields.items() if name not in known}:
         given = {name: value for name, value in fields.items() if name in known}
@@ -191,13 +201,15 @@ def _sort_options(
         values["model"] = spec.source or EMBEDDED
     return {
         name: from_dict(owner, {key: value for key, value in values.items() if owner_of[key] == name})
-        for name, owner in OWNERS.items()
+        for name, owner in LAUNCH_OWNERS.items()
     }
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of an Accelerator or a launcher in this process."""
-    return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+    return {
+        name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in LAUNCHER_NAMES
+    }
 
 
 def _start(folder: Folder, command: Sequence[str], function: bytes, strategy: Strategy | None) -> Run:

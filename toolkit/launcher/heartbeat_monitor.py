@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.launcher.failures import RankHung, end_of_log, hung_error
 from toolkit.launcher.processes import lives
 from toolkit.run_folder.folder import Folder
-from toolkit.run_folder.heartbeat import EVERY, IN_A_STEP, Heartbeat, read_beats
+from toolkit.run_folder.heartbeat import BEAT_SECONDS, IN_A_STEP, Heartbeat, read_beats
 
 BEGIN_SECONDS = 300.0
 """Time limit for a rank's first heartbeat: a busy machine takes over a minute to start the interpreter and the launcher."""
@@ -39,8 +39,8 @@ class HeartbeatMonitor:
             RankHung: for a rank that has been silent longer than the timeout, and for one that the others wait for.
         """
         # Time in which this process was suspended does not count as silence.
-        passed = min(time.monotonic() - self._looked, 3 * EVERY)
-        if passed < EVERY:
+        passed = min(time.monotonic() - self._looked, 3 * BEAT_SECONDS)
+        if passed < BEAT_SECONDS:
             return
         self._looked = time.monotonic()
         new, old = read_beats(self.folder.logs), self.beats

@@ -181,7 +181,7 @@ def _explain_unpicklable(
 
 # Which code a run's folder may start again: code that this user launched here, or names again ----------------------------
 
-_FIELDS = {"kind": str, "name": str, "arguments": list, "sha256": str}
+_TARGET_FIELDS = {"kind": str, "name": str, "arguments": list, "sha256": str}
 
 
 def target_of(about: dict[str, Any]) -> Target | None:
@@ -194,9 +194,9 @@ def target_of(about: dict[str, Any]) -> Target | None:
     if target is None:
         return None
     try:
-        check_fields(target, _FIELDS)
-        if set(target) != set(_FIELDS):
-            raise ValueError(f"its fields are {', '.join(sorted(target))}, expected {', '.join(_FIELDS)}")
+        check_fields(target, _TARGET_FIELDS)
+        if set(target) != set(_TARGET_FIELDS):
+            raise ValueError(f"its fields are {', '.join(sorted(target))}, expected {', '.join(_TARGET_FIELDS)}")
         if target["kind"] not in KINDS:
             raise ValueError(f"kind is {target['kind']!r}, expected {', '.join(KINDS)}")
         if not all(isinstance(word, str) and "\0" not in word for word in (target["name"], *target["arguments"])):

@@ -19,7 +19,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 UNIQUE = 20
 """Characters from which on a content that stands in a text once is the message's, and not the template's."""
 
-_FIELDS = {"content", *REASONING}
+_TEXT_FIELDS = {"content", *REASONING}
 _THINK = re.compile(r"<think>\s*(?=[^\s<]|<(?!/think>))")
 _THOUGHT = re.compile(r"(?s).*</think>\s*(?=\S)")  # up to the last one
 
@@ -78,7 +78,7 @@ def unique_contents(text: str, messages: Messages) -> Marks | None:
 def with_marks(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """Return a message with marks inside the whitespace around its texts, which a template may strip."""
     result = dict(message)
-    for name in message.keys() & _FIELDS:
+    for name in message.keys() & _TEXT_FIELDS:
         if text := _text(message, name):
             before, core, after = _margins(text)
             if name == "content":
@@ -152,7 +152,7 @@ def _start(
         if not (layout.opener and text.endswith(layout.opener, low, name)):
             raise NotLocated(index)
         return name - len(layout.opener), False
-    if not places and not any(_text(message, name) for name in _FIELDS):  # an empty answer
+    if not places and not any(_text(message, name) for name in _TEXT_FIELDS):  # an empty answer
         known = prompt or layout.header.rstrip(" ")
         if not known or (at := text.find(known, low, bound)) < 0:
             raise NotLocated(index)

@@ -9,7 +9,7 @@ from toolkit.core.errors import ModelError, value_or
 from toolkit.models.remote_code import COMMIT, check_code, check_inside
 from toolkit.models.spec import ModelSpec
 
-BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
+OTHER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model other than its weights: configs and tokenizer."""
 
 
@@ -55,7 +55,7 @@ def hub_file(name: str, commit: str | None = None) -> Path:
     try:
         if commit is None:
             return Path(hf_hub_download(name, "config.json", local_files_only=offline))
-        patterns = [*BESIDE, "*.py"]
+        patterns = [*OTHER_FILES, "*.py"]
         snapshot = Path(snapshot_download(name, revision=commit, allow_patterns=patterns, local_files_only=offline))
         assert snapshot.name == commit, f"the Hub's cache calls commit {commit} {snapshot.name}"
         return snapshot / "config.json"
@@ -194,7 +194,7 @@ def _download(name: str, commit: str | None) -> None:
     problem = unreachable(name, commit)
     if hub_reachable():
         try:
-            snapshot_download(name, revision=commit, allow_patterns=["model*.safetensors", *BESIDE])
+            snapshot_download(name, revision=commit, allow_patterns=["model*.safetensors", *OTHER_FILES])
         except (errors.HfHubHTTPError, OSError) as error:
             raise ModelError(f"model {name!r} could not be downloaded: {first_line(error)}") from error
         problem = (

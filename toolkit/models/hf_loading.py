@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.atomic_io import LIMIT, expand_user, read_limited
+from toolkit.core.atomic_io import LONGEST_JSON, expand_user, read_limited
 from toolkit.core.errors import ModelError
 from toolkit.models import class_with_text, require_weights
 from toolkit.models.resolution import check_tokenizer_code
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LONG = 500_000_000
+SHOWS_PROGRESS = 500_000_000
 """Number of weights from which reading shows its progress."""
 
 
@@ -228,7 +228,7 @@ def _read_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     folder, kind = expand_user(source), spec.config.get("model_type")
     about, tokens = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if kind in TOKENIZERS and tokens.is_file() and about.is_file():
-        fields, registered = json.loads(read_limited(about, LIMIT)), TOKENIZERS[kind]
+        fields, registered = json.loads(read_limited(about, LONGEST_JSON)), TOKENIZERS[kind]
         declared = str(fields.get("tokenizer_class")).removesuffix("Fast")
         generic = declared in ("TokenizersBackend", "PreTrainedTokenizer") and kind != "qwen2"
         # A file with bytes is read by the generic class, whatever it declares.

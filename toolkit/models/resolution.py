@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.run_config import EMBEDDED, check_model_name
-from toolkit.core.atomic_io import LIMIT, check_fields, expand_user, read_json, read_limited, shorten_value
+from toolkit.core.atomic_io import LONGEST_JSON, check_fields, expand_user, read_json, read_limited, shorten_value
 from toolkit.core.errors import ModelError, nearest, value_or
 from toolkit.models.files import first_line, hub_file, local_folder
 from toolkit.models.remote_code import check_code, check_kernels, named_code
@@ -57,7 +57,7 @@ def embedded_checkpoint(folder: Path) -> None:
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-DEEPEST = 2_000
+MOST_LAYERS = 2_000
 """Layers of the deepest model that is built."""
 
 
@@ -92,7 +92,7 @@ def config_text(path: Path | None) -> bytes | None:
     """Return a config's text for the cache of specs; None for configs with own code or a kernel, which are always checked."""
     if path is None:
         return json.dumps(embedded_config()).encode()
-    text = value_or(b'"auto_map"', read_limited, path, LIMIT)
+    text = value_or(b'"auto_map"', read_limited, path, LONGEST_JSON)
     return None if b'"auto_map"' in text or b"attn_implementation" in text else text
 
 
@@ -152,9 +152,9 @@ def check_depth(name: str, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             check_depth(name, value)
-        elif re.search(r"layers?$|blocks?$|depth", str(key)) and isinstance(value, int) and value > DEEPEST:
+        elif re.search(r"layers?$|blocks?$|depth", str(key)) and isinstance(value, int) and value > MOST_LAYERS:
             raise ModelError(
-                f"model {name!r}: its config has {key} {shorten_value(value)}, expected at most {DEEPEST:,}."
+                f"model {name!r}: its config has {key} {shorten_value(value)}, expected at most {MOST_LAYERS:,}."
             )
 
 

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-NAME = "varlen"
+VARLEN = "varlen"
 """Its name among transformers' attention functions."""
 
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+DOCUMENT_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of transformers' flash kernels: beginnings of documents, and the longest document's tokens."""
 
-IGNORED = ("softcap", "s_aux", "position_bias")
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments of attention that the kernel does not take."""
 
 
 def document_bounds(position_ids: Tensor) -> dict[str, Any]:
-    """Return `BOUNDS` of one row [1, tokens] on the host. Each document's positions begin at 0.
+    """Return `DOCUMENT_BOUNDS` of one row [1, tokens] on the host. Each document's positions begin at 0.
 
     Without them transformers reads the positions from the device in every layer, and waits for it
     (modeling_flash_attention_utils.py, `_is_packed_sequence`, `prepare_fa_kwargs_from_position_ids`).
@@ -40,15 +40,15 @@ def document_bounds(position_ids: Tensor) -> dict[str, Any]:
     starts = (position_ids[0] == 0).nonzero().flatten()
     ends = pad(starts, (0, 1), value=position_ids.shape[1]).to(torch.int32)
     longest = int(ends.diff().max())
-    return dict(zip(BOUNDS, (ends, ends, longest, longest), strict=True))
+    return dict(zip(DOCUMENT_BOUNDS, (ends, ends, longest, longest), strict=True))
 
 
 def register_varlen() -> None:
     """Register `varlen` and its mask with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, varlen_attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, _mask)
 
 
 def varlen_attention(
@@ -73,21 +73,23 @@ def varlen_attention(
     from transformers.integrations.flash_attention import get_target_dtype
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if kwargs.get(BOUNDS[0]) is None:
+    if kwargs.get(DOCUMENT_BOUNDS[0]) is None:
         if attention_mask is not None and not attention_mask.numel():
-            raise ValueError(f"varlen attention needs the bounds of joined documents in the batch: {', '.join(BOUNDS)}")
+            raise ValueError(
+                f"varlen attention needs the bounds of joined documents in the batch: {', '.join(DOCUMENT_BOUNDS)}"
+            )
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    if extra := [name for name in IGNORED if kwargs.get(name) is not None] + ["dropout"] * (dropout > 0):
+    if extra := [name for name in UNSUPPORTED if kwargs.get(name) is not None] + ["dropout"] * (dropout > 0):
         raise ValueError(f"varlen attention has no {extra[0]}")
     size = value.shape[-1]
     if size < query.shape[-1]:
         value = pad(value, (0, query.shape[-1] - size))
     dtype = get_target_dtype(query, module) if query.is_cuda else None
     rows = [tensor[0].transpose(0, 1).to(dtype or tensor.dtype) for tensor in (query, key, value)]
-    bounds = [kwargs[name] for name in BOUNDS]
+    bounds = [kwargs[name] for name in DOCUMENT_BOUNDS]
     window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
     output = _kernel(query.is_cuda)(*rows, *bounds, scale=scaling, window_size=window, enable_gqa=True)
     return output[None, ..., :size], None
@@ -202,7 +204,7 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
         masked = bool((first_logits - second_logits)[FIRST:].abs().max() < limit)
         answers = {"masked": masked, "joined": False}
         with contextlib.suppress(Exception):  # a kernel of its own, or arguments that it does not take
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(VARLEN)
             bounded = (logits(first_row, **document_bounds(positions)) - first_logits).abs().max()
             # Without bounds the kernel refuses a packed mask or mixes both documents, unless the model does not call it.
             try:

@@ -26,7 +26,7 @@ from toolkit.forecasting import forecast
 from toolkit.forecasting.diffs import diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
-from toolkit.notebook.explorer_state import NAMES, ExplorerState, choices, command
+from toolkit.notebook.explorer_state import CONTROLS, ExplorerState, choices, command
 
 FIX = (
     "Sliders need ipywidgets and anywidget: `pip install ipywidgets anywidget`, then restart the kernel. "
@@ -52,7 +52,7 @@ def _precision(state: ExplorerState) -> Result:
     return dtype_report(state.spec, state.strategies, state.machine, state.train_config, run=state.run)
 
 
-KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
+VIEWS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
     "memory": (_memory, "Memory per rank"),
     "compare": (_compare, "Two strategies side by side"),
     "timeline": (_timeline, "A step, phase by phase"),
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
 }
 """Kind of panel → the function of its answer, and its heading."""
 
-BESIDE = ("timeline", "precision")
+SIDE_BY_SIDE = ("timeline", "precision")
 """The kinds that show a run with its forecast."""
 
 
@@ -85,7 +85,7 @@ class Explorer:
         if all(importlib.util.find_spec(name) for name in NEEDED):
             from toolkit.notebook.widgets import Panel
 
-            self.panel = Panel(KINDS[kind][1], choices(kind, state), self.set)
+            self.panel = Panel(VIEWS[kind][1], choices(kind, state), self.set)
             self.controls = self.panel.controls
             self.panel.announce(self.sentence)
 
@@ -100,7 +100,7 @@ class Explorer:
         Raises:
             ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
         """
-        names = NAMES[self.kind]
+        names = CONTROLS[self.kind]
         for name in values.keys() - set(names):
             raise ToolkitError(f"{self.kind} has no control {name!r}.{nearest(name, names)} It has {', '.join(names)}.")
         self.state = self.state.but(**values)
@@ -122,7 +122,7 @@ class Explorer:
         """Compute the answer to the state's request. An impossible request sets `refusal`: a panel shows no traceback."""
         self.value, self.refusal = None, ""
         try:
-            self.value = KINDS[self.kind][0](self.state)
+            self.value = VIEWS[self.kind][0](self.state)
         except ToolkitError as error:
             self.refusal = str(error)
 
@@ -175,7 +175,7 @@ class Explorer:
             self._shown.display(answer, raw=True)
 
 
-WIDE = 60
+WIDE_LETTERS = 60
 """Letters of a cell, from which a table stands below the pictures."""
 
 
@@ -187,7 +187,7 @@ def _figures_and_tables(value: Result | None) -> dict[str, list[Any]]:
     parts["pictures"] = [markup(picture) for picture in value.pictures()]
     for table in value.tables():
         table = replace(table, rows=list(table.rows))
-        long = len(table.columns) > 5 or any(len(str(cell)) > WIDE for row in table.rows for cell in row)
+        long = len(table.columns) > 5 or any(len(str(cell)) > WIDE_LETTERS for row in table.rows for cell in row)
         parts["wide" if long else "narrow"].append(markup(table.html()))
     return parts
 
@@ -223,10 +223,10 @@ def explore(
     Raises:
         ToolkitError: for an unknown kind, model or machine. An impossible request is a sentence in the panel.
     """
-    if kind not in KINDS:
-        raise StrategyError(f"explore {kind!r}: expected one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
-    if run is not None and kind not in BESIDE:
-        raise StrategyError(f"run: {kind} does not show a run. Use {' or '.join(BESIDE)}.")
+    if kind not in VIEWS:
+        raise StrategyError(f"explore {kind!r}: expected one of {', '.join(VIEWS)}.{nearest(kind, VIEWS)}")
+    if run is not None and kind not in SIDE_BY_SIDE:
+        raise StrategyError(f"run: {kind} does not show a run. Use {' or '.join(SIDE_BY_SIDE)}.")
     return Explorer(kind, ExplorerState.begin(kind, model, hardware, strategy, train_config, against=against, run=run))
 
 
@@ -269,4 +269,4 @@ def prefetch() -> None:
     time.sleep(PAUSE)
     for length in lengths_ahead(kind, state):
         with contextlib.suppress(ToolkitError):
-            KINDS[kind][0](state.but(seq_len=length))
+            VIEWS[kind][0](state.but(seq_len=length))

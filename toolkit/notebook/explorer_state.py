@@ -26,11 +26,11 @@ NODE = 8
 """Devices of a node, where there are more."""
 
 SHARDED = ("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing")
-BATCH = ("seq_len", "micro_batch")
-NAMES = {
-    "memory": ("model", "device", "devices", *SHARDED, *BATCH),
-    "compare": ("model", "device", "devices", *SHARDED, *(SECOND + name for name in SHARDED), *BATCH),
-    "timeline": ("model", "device", "devices", *SHARDED, *BATCH),
+BATCH_FIELDS = ("seq_len", "micro_batch")
+CONTROLS = {
+    "memory": ("model", "device", "devices", *SHARDED, *BATCH_FIELDS),
+    "compare": ("model", "device", "devices", *SHARDED, *(SECOND + name for name in SHARDED), *BATCH_FIELDS),
+    "timeline": ("model", "device", "devices", *SHARDED, *BATCH_FIELDS),
     "precision": ("model", "device", "precision", "adapter"),
 }
 """Kind of panel → its controls: those that the answer depends on."""
@@ -44,7 +44,9 @@ LABELS = {
 }
 """Control → its label, and its help where that is not the field's. Another field's label is its name."""
 
-METADATA = {field.name: field.metadata for owner in (Strategy, TrainConfig) for field in dataclasses.fields(owner)}
+FIELD_METADATA = {
+    field.name: field.metadata for owner in (Strategy, TrainConfig) for field in dataclasses.fields(owner)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,8 @@ class ExplorerState:
         if on is None or machine.device.kind == "cpu":
             here_name = HERE if on is None else "cpu"
         values: dict[str, Any] = {"model": specs[0].name, "device": here_name, "devices": machine.ranks}
-        for name in [name for name in NAMES[kind] if name not in values]:
-            owner = second if name.startswith(SECOND) else batch if name in BATCH else base
+        for name in [name for name in CONTROLS[kind] if name not in values]:
+            owner = second if name.startswith(SECOND) else batch if name in BATCH_FIELDS else base
             values[name] = getattr(owner, name.removeprefix(SECOND))
         return cls(
             models={spec.name: spec for spec in specs},
@@ -223,7 +225,7 @@ def _full_shardings() -> list[str]:
 
 def choices(kind: str, state: ExplorerState) -> list[Choice]:
     """Return the controls of a panel, in order, without those that have a single value."""
-    choices_ = [_choice(name, state, kind) for name in NAMES[kind]]
+    choices_ = [_choice(name, state, kind) for name in CONTROLS[kind]]
     return [choice for choice in choices_ if len(choice.values) > 1]
 
 
@@ -242,11 +244,11 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
         longest = min(131_072, max((spec.max_positions or 131_072) for spec in state.models.values()))
         values = _counts(min(128, longest), longest, state.batch.seq_len, value)
     else:
-        values = tuple(word for word in METADATA[field]["values"] if word not in METADATA[field]["later"])
+        values = tuple(word for word in FIELD_METADATA[field]["values"] if word not in FIELD_METADATA[field]["later"])
     return Choice(
         name=name,
         label=label,
-        help=help or METADATA[field]["help"],
+        help=help or FIELD_METADATA[field]["help"],
         values=values,
         value=value,
         group="" if kind != "compare" or field not in SHARDED else "second" if name != field else "first",

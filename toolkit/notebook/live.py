@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.core.charts import portable
 from toolkit.launcher import Run
 
-EVERY = 0.5
+UPDATE_SECONDS = 0.5
 """Seconds between two updates: a page that redraws more often stutters."""
 
 
@@ -85,7 +85,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
                 view.handle.update(HTML(page))
                 before = page
         if alive:
-            time.sleep(EVERY)
+            time.sleep(UPDATE_SECONDS)
     for remove in view.removes:
         with contextlib.suppress(Exception):
             remove()

@@ -22,7 +22,7 @@ GROUPS = {"": "", "first": "The first", "second": "Against"}
 MOMENT = 0.4
 """Seconds after which a person wonders whether anything happens."""
 
-BUSY = "The model is traced for this, once: some seconds, of a large one with an adapter half a minute."
+TRACING = "The model is traced for this, once: some seconds, of a large one with an adapter half a minute."
 
 UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-path:inset(50%);white-space:nowrap"
 """Takes no room on a page, and is read aloud all the same."""
@@ -79,7 +79,7 @@ class Panel:
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """Show a note if an answer takes longer than a moment."""
-        late = threading.Timer(MOMENT, self.announce, [BUSY], {"visible": True})
+        late = threading.Timer(MOMENT, self.announce, [TRACING], {"visible": True})
         late.start()
         try:
             yield

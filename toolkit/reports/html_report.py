@@ -29,10 +29,10 @@ ABOUT = (
 )  # fmt: skip
 """Keys of `run.json` that a report's JSON repeats."""
 
-WIDE = 4
+WIDE_COLUMNS = 4
 """Columns above which a table scrolls on a small screen."""
 
-MARK = markup('<meta name="generator" content="accelerate-toolkit">')
+GENERATOR = markup('<meta name="generator" content="accelerate-toolkit">')
 """The line in its head by which a page is known as a report."""
 
 
@@ -50,7 +50,7 @@ class Report(RunRecord, Result):
         name = self.path.absolute().name
         parts = [(part, *_html_parts(part)) for part in self.sections]
         values = {"name": name, "status": self.status, "figures": figures(self), "sections": parts}
-        return redact(render("report", mark=MARK, **values) + "\n")
+        return redact(render("report", mark=GENERATOR, **values) + "\n")
 
     def write(self, path: str | Path | None = None) -> Path:
         """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
@@ -146,7 +146,7 @@ def reported(path: Path) -> Iterator[None]:
 def _is_report(path: Path) -> bool:
     try:
         with open_regular(path) as file:
-            return MARK.encode() in file.read(1000)
+            return GENERATOR.encode() in file.read(1000)
     except OSError:
         return False
 
@@ -187,4 +187,6 @@ def _html_parts(section: Section) -> tuple[list[Any], list[tuple[str, Any]]]:
     """Return a section's figures, and its other tables, each with its title if it is wide."""
     figures = [markup(figure(table.picture, table)) for table in section.tables if table.picture]
     plain = [table for table in section.tables if not table.picture]
-    return figures, [(table.title if len(table.columns) > WIDE else "", markup(table.html())) for table in plain]
+    return figures, [
+        (table.title if len(table.columns) > WIDE_COLUMNS else "", markup(table.html())) for table in plain
+    ]

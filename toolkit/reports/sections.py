@@ -14,6 +14,7 @@ from toolkit.core.charts import curve
 from toolkit.core.display import Table
 from toolkit.core.redaction import MARK, shorten
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
+from toolkit.engines.records import STATES
 from toolkit.exporters import logits_text
 from toolkit.reports.run_record import RunRecord
 from toolkit.reports.tables import (
@@ -37,10 +38,8 @@ OUTCOMES = (
 )  # fmt: skip
 """Fields that are always shown; others appear if they differ from their defaults."""
 
-ROWS, COLUMNS, CELL = 200, 12, 1_000
+MOST_ROWS, MOST_FIGURES, MOST_LETTERS = 200, 12, 1_000
 """The most rows of a table, figures of `tk.log` in it, and characters of a cell."""
-
-STATES = ("trainable", "frozen", "master", "optimizer")
 
 SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", spell_number),
@@ -49,7 +48,7 @@ SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 """Figures of a step that have columns, each with its title."""
 
-KNOWN = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
+RECIPE_FIGURES = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
 """The recipe's figures of a step."""
 
 
@@ -89,10 +88,11 @@ def sections_of(run: RunRecord) -> list[Section]:
 
 
 def _bounded(table: Table) -> Table:
-    """Return a table of at most `ROWS` rows, with short cells: a folder may have been written by anybody."""
+    """Return a table of at most `MOST_ROWS` rows, with short cells: a folder may have been written by anybody."""
     rows = [*table.rows]
-    notes = [f"{ROWS} of {len(rows):,} rows are shown."] if len(rows) > ROWS else []
-    lines = ([shorten(str(cell), CELL) for cell in line] for line in (table.columns, table.notes[:ROWS], *rows[:ROWS]))
+    notes = [f"{MOST_ROWS} of {len(rows):,} rows are shown."] if len(rows) > MOST_ROWS else []
+    shown = (table.columns, table.notes[:MOST_ROWS], *rows[:MOST_ROWS])
+    lines = ([shorten(str(cell), MOST_LETTERS) for cell in line] for line in shown)
     columns, own, *cells = lines
     return replace(table, columns=columns, rows=cells, notes=[*own, *notes])
 
@@ -285,7 +285,9 @@ def _steps(run: RunRecord) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
-    spellings |= {name: (name, "{:.4g}".format) for name in [name for name in last if name not in KNOWN][:COLUMNS]}
+    spellings |= {
+        name: (name, "{:.4g}".format) for name in [name for name in last if name not in RECIPE_FIGURES][:MOST_FIGURES]
+    }
 
     def cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
         if name not in event or _is_counted(event):

@@ -11,7 +11,7 @@ from toolkit.core.display import Table
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds
 
-ROWS = 12
+SAMPLED_ROWS = 12
 """The most rows of a table that samples a file's lines."""
 
 WARM = 5
@@ -26,11 +26,11 @@ Row = tuple[str, float | None, float | None]
 
 
 def sample(lines: Sequence[Line], file: str) -> tuple[Sequence[Line], list[str]]:
-    """Return at most `ROWS` of a file's lines, evenly spaced, with the first and the last; and a note on the others."""
-    if len(lines) <= ROWS:
+    """Return at most `SAMPLED_ROWS` of a file's lines, evenly spaced, with the first and the last; and a note on the others."""
+    if len(lines) <= SAMPLED_ROWS:
         return lines, []
-    places = [round(place * (len(lines) - 1) / (ROWS - 1)) for place in range(ROWS)]
-    return [lines[place] for place in places], [f"{ROWS} of {len(lines):,}; all are in {file}."]
+    places = [round(place * (len(lines) - 1) / (SAMPLED_ROWS - 1)) for place in range(SAMPLED_ROWS)]
+    return [lines[place] for place in places], [f"{SAMPLED_ROWS} of {len(lines):,}; all are in {file}."]
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:

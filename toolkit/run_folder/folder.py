@@ -29,15 +29,15 @@ CLAIM = "TOOLKIT_RUN_CLAIM"
 SPARE = 8192
 """Bytes that each rank reserves for its error file."""
 
-_WHOLE = r"run\.json|accelerate\.yaml|logs/(rank-\d+\.error|failures|end|audit)\.json"
-_OURS = re.compile(
-    rf"lock|{_WHOLE}|logs/(rank-\d+\.(log|beat)|\.rank-\d+\.spare|(launcher|supervisor)\.log|function\.pkl)"
+_JSON_FILES = r"run\.json|accelerate\.yaml|logs/(rank-\d+\.error|failures|end|audit)\.json"
+_OWN_FILES = re.compile(
+    rf"lock|{_JSON_FILES}|logs/(rank-\d+\.(log|beat)|\.rank-\d+\.spare|(launcher|supervisor)\.log|function\.pkl)"
 )
 """Files that a run writes before it begins, beside its signed lock; other files are the user's."""
 
-_DRAFT = re.compile(rf"(logs/)?\.(.+)\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
+_DRAFT_NAME = re.compile(rf"(logs/)?\.(.+)\.[0-9a-f]{{16}}{re.escape(DRAFT)}")
 
-LONGEST = 200
+LONGEST_NAME = 200
 """Bytes of a run's name: files in its folder have longer ones."""
 
 
@@ -109,7 +109,7 @@ class Folder:
 
     def rank_files(self, kind: str) -> list[Path]:
         """Return the files of ranks in `logs`: of the kind `log`, `beat` or `error.json`."""
-        return [path for path in self.logs.glob(f"rank-*.{kind}") if _OURS.fullmatch(f"logs/{path.name}")]
+        return [path for path in self.logs.glob(f"rank-*.{kind}") if _OWN_FILES.fullmatch(f"logs/{path.name}")]
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to `events.jsonl`."""
@@ -308,9 +308,9 @@ def new_path(root: str | Path, word: str) -> Path:
 
 def refuse_old(path: Path) -> None:
     """Refuse to start a new run in a folder with other files than a lock and logs of ours."""
-    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST:
+    if path.name.startswith("-") or not path.name.isprintable() or len(os.fsencode(path.name)) > LONGEST_NAME:
         raise RunError(
-            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST} bytes, no control characters, and no - "
+            f"{path.name[:40]!r} can be no run's name: expected at most {LONGEST_NAME} bytes, no control characters, and no - "
             "at the beginning, which begins a flag. Choose another with --run-dir."
         )
     if not path.exists():
@@ -335,8 +335,8 @@ def foreign_files(path: Path) -> set[str]:
     signed, foreign = is_lock(lock), set()
     for entry in (*path.iterdir(), *(logs.iterdir() if logs.is_dir() else ())):
         name = entry.relative_to(path).as_posix()
-        draft = _DRAFT.fullmatch(name)  # of a process that was killed
-        written = re.fullmatch(_WHOLE, f"{draft[1] or ''}{draft[2]}") if draft else _OURS.fullmatch(name)
+        draft = _DRAFT_NAME.fullmatch(name)  # of a process that was killed
+        written = re.fullmatch(_JSON_FILES, f"{draft[1] or ''}{draft[2]}") if draft else _OWN_FILES.fullmatch(name)
         ours = written and (signed or (entry == lock and not lock.lstat().st_size))
         if not (entry == logs if entry.is_dir() else ours):
             foreign.add(name)

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.core.atomic_io import check_fields, read_json
 from toolkit.core.phases import observe
 
-EVERY = 1.0
+BEAT_SECONDS = 1.0
 """Seconds between two beats."""
 
 _SIZE = 256  # a constant size: a full disk has room to overwrite it
@@ -63,7 +63,7 @@ class Heartbeat:
         return places.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
 
 
-KINDS: Mapping[str, Any] = {"int": int, "str": str, "bool": bool, "float": int | float}
+JSON_TYPES: Mapping[str, Any] = {"int": int, "str": str, "bool": bool, "float": int | float}
 """A field's type → the types of its values in JSON."""
 
 _beating: list[Beat] = []
@@ -89,7 +89,7 @@ class Beat:
     The main thread sets fields in memory, which costs nothing; a thread of its own writes them down once a second.
     """
 
-    def __init__(self, path: Path, rank: int, *, every: float = EVERY) -> None:
+    def __init__(self, path: Path, rank: int, *, every: float = BEAT_SECONDS) -> None:
         """Create the heartbeat. `path`: the file, in an existing folder; `every`: seconds."""
         self.path, self.rank, self.every = path, rank, every
         self.step, self.marks, self.stage, self.listens = 0, 0, 0, False
@@ -181,7 +181,7 @@ def read_beats(logs: Path) -> dict[int, Heartbeat]:
     for path in logs.glob("rank-*.beat"):
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # just being written
             record = read_json(path)
-            check_fields(record, {f.name: KINDS[str(f.type)] for f in fields(Heartbeat)})
+            check_fields(record, {f.name: JSON_TYPES[str(f.type)] for f in fields(Heartbeat)})
             if 0 < record["pid"] < 2**31:
                 beats[record["rank"]] = Heartbeat(**record)
     return beats

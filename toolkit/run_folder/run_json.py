@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.core.atomic_io import check_fields, read_events, read_json
 from toolkit.core.errors import RunError
 
-RUN: Mapping[str, Any] = {
+RUN_TYPES: Mapping[str, Any] = {
     "strategy": dict, "train_config": dict, "run_config": dict, "ranks": int, "parallelism": dict, "settings": dict,
     "forecast": dict | None, "versions": dict, "hardware": dict, "seed": int, "data": dict, "started": str,
     "finished": str | None, "export": dict | None, "target": dict | None, "attempts": list,
@@ -20,7 +20,7 @@ RUN: Mapping[str, Any] = {
 ATTEMPT: Mapping[str, Any] = {"strategy": dict, "ranks": int, "started": str, "from_step": int}
 """Fields of one of its attempts."""
 
-RANKS = 2**20
+MOST_RANKS = 2**20
 """More than any run has."""
 
 
@@ -33,7 +33,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
     file = path / "run.json"
     try:
         record: dict[str, Any] = read_json(file)
-        check_fields(record, RUN)
+        check_fields(record, RUN_TYPES)
         for attempt in record.get("attempts", ()):
             check_fields(attempt, ATTEMPT)
     except FileNotFoundError:
@@ -43,10 +43,10 @@ def read_run_json(path: Path) -> dict[str, Any]:
     missing = {"strategy", "train_config", "run_config", "ranks"} - set(record)
     if missing:
         raise RunError(f"{file} lacks {', '.join(sorted(missing))}. Name the folder of a run.")
-    if not 0 < record["ranks"] <= RANKS:
-        raise RunError(f"{file}: ranks is {record['ranks']}, expected 1 to {RANKS:,}. Name the folder of a run.")
+    if not 0 < record["ranks"] <= MOST_RANKS:
+        raise RunError(f"{file}: ranks is {record['ranks']}, expected 1 to {MOST_RANKS:,}. Name the folder of a run.")
     sizes = record.get("parallelism", {}).values()
-    if not all(type(size) is int and 0 < size <= RANKS for size in sizes):
+    if not all(type(size) is int and 0 < size <= MOST_RANKS for size in sizes):
         raise RunError(f"{file}: parallelism needs sizes of at least 1. Name the folder of a run.")
     return record
 

@@ -25,8 +25,8 @@ RUN_DIR = "TOOLKIT_RUN_DIR"
 
 SUPERVISOR = "supervisor"
 
-_LINE: Mapping[str, Any] = {"token": str, "pid": int, "started": str, "host": str, "role": str}
-_LONGEST = 2**20
+_LOCK_TYPES: Mapping[str, Any] = {"token": str, "pid": int, "started": str, "host": str, "role": str}
+_LONGEST_LOCK = 2**20
 
 
 def supervised() -> bool:
@@ -98,7 +98,7 @@ def role() -> str:
 def supervisor_of(path: Path) -> dict[str, Any] | None:
     """Return `pid`, `started` and `host` of the last supervisor in the folder; None without one."""
     with contextlib.suppress(OSError), open_regular(path / "lock") as file:
-        lines = list(_lines(file.read(_LONGEST)))
+        lines = list(_lines(file.read(_LONGEST_LOCK)))
         return next((line for line in reversed(lines) if line.get("role") == SUPERVISOR), None)
     return None
 
@@ -120,7 +120,7 @@ def _write_line(lock: int, line: Mapping[str, Any]) -> None:
 
 
 def _holders(lock: int) -> list[dict[str, Any]]:
-    return list(_lines(os.pread(lock, _LONGEST, 0)))
+    return list(_lines(os.pread(lock, _LONGEST_LOCK, 0)))
 
 
 def _lines(data: bytes) -> Iterator[dict[str, Any]]:
@@ -131,7 +131,7 @@ def _lines(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
             record = parse_json(line)
-            check_fields(record, _LINE)
+            check_fields(record, _LOCK_TYPES)
             if set(record) == {"token"} or ({"pid", "started", "host"} <= set(record) and 1 < record["pid"] < 2**31):
                 yield record
 
@@ -139,7 +139,7 @@ def _lines(data: bytes) -> Iterator[dict[str, Any]]:
 def is_lock(path: Path) -> bool:
     """Return whether a file is a signed lock of ours: it starts with the name of a run."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        return next(_lines(file.readline(_LONGEST)), {}).keys() == {"token"} and not path.is_symlink()
+        return next(_lines(file.readline(_LONGEST_LOCK)), {}).keys() == {"token"} and not path.is_symlink()
     return False
 
 

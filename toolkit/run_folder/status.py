@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from toolkit.config.strategy import SHARDINGS
-from toolkit.core.atomic_io import LINE, check_fields, open_regular, parse_event, read_json
+from toolkit.core.atomic_io import LONGEST_LINE, check_fields, open_regular, parse_event, read_json
 from toolkit.core.charts import Bar, bars, curve
 from toolkit.core.display import Table, markup, render
 from toolkit.core.errors import RunError, value_or
@@ -24,7 +24,7 @@ from toolkit.run_folder.heartbeat import Heartbeat, read_beats
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
-SHOWN = 32
+SHOWN_RANKS = 32
 """Ranks that a view shows at most: those with the most memory."""
 
 RECENT = 20
@@ -62,7 +62,7 @@ class Progress:
     @property
     def fullest(self) -> list[tuple[int, int]]:
         """Rank and bytes of the ranks that are shown."""
-        return sorted(sorted(enumerate(self.bytes_per_rank), key=lambda rank: -rank[1])[:SHOWN])
+        return sorted(sorted(enumerate(self.bytes_per_rank), key=lambda rank: -rank[1])[:SHOWN_RANKS])
 
     def _figures(self) -> list[tuple[str, str]]:
         """Return the known figures, each with its label."""
@@ -88,7 +88,7 @@ class Progress:
         rows = [*self._figures(), *((label, format_bytes(size)) for label, size in sizes if size)]
         if self.stall_seconds is not None:
             rows.append(("waited for checkpoints", format_seconds(self.stall_seconds)))
-        hidden = len(self.bytes_per_rank) - SHOWN
+        hidden = len(self.bytes_per_rank) - SHOWN_RANKS
         more = f"{hidden:,} more ranks have less memory." if hidden > 0 else ""
         return Table(title=title, columns=("figure", "value"), rows=rows, notes=[*filter(None, (more, note))])
 
@@ -111,7 +111,7 @@ class Tail:
                 self._file, self._read, self.steps = stat.st_ino, 0, []
             file.seek(self._read)
             # The last line may be incomplete, or longer than any that a run writes.
-            while (line := file.readline(LINE + 2)).endswith(b"\n"):
+            while (line := file.readline(LONGEST_LINE + 2)).endswith(b"\n"):
                 self._read += len(line)
                 with contextlib.suppress(ValueError):
                     event = parse_event(line)
@@ -191,7 +191,7 @@ def read_outcome(folder: Folder, about: Mapping[str, Any]) -> tuple[str, str]:
             return NOT_AUDITED, "It finished, and no Accelerator was prepared in it: nothing shows how it was sharded."
         return "finished", f"It finished at {about['finished']}."
     if held_by_others(folder.path):
-        shown = sorted(beats, key=lambda beat: beat.rank)[:SHOWN]
+        shown = sorted(beats, key=lambda beat: beat.rank)[:SHOWN_RANKS]
         return "running", " ".join(["It is running.", *map(_rank_location, shown)])
     if (message := _supervisor_message(folder, about)) is not None:
         return message

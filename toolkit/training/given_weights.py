@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHUNK = 2**16
 """Elements that are summed at once: it takes about 1 MB."""
 
-LIMIT = 2**31
+MOST_SUMMED = 2**31
 """Elements of the largest model that is summed; it takes seconds."""
 
 
@@ -41,7 +41,7 @@ class GivenWeights:
         least = BYTES_OF[job.compute_dtype]
         masters = job.engine.keeps_masters(job)
         wide = {name: each.detach().cpu() for name, each in whole.items() if masters and each.element_size() > least}
-        few = hashed and sum(each.numel() for each in whole.values()) <= LIMIT
+        few = hashed and sum(each.numel() for each in whole.values()) <= MOST_SUMMED
         self._sums: dict[str, tuple[str, str, int]] = {}
         """Name → kind of the shards to compare, the dtype to compare in, and the sum of the values' bits."""
         for name, each in whole.items() if few else ():

@@ -17,7 +17,7 @@ from toolkit.engines.records import job_of
 from toolkit.engines.states import expert_shapes, packed_names, packed_shape, persistent_buffers
 from toolkit.models import NF4, ModelSpec
 from toolkit.models.hf_loading import (
-    LONG,
+    SHOWS_PROGRESS,
     auto_class,
     check_tied,
     fp32_tensors,
@@ -81,7 +81,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
     tokenizer = load_tokenizer(spec)
     engine = job.engine
     reader = Reader(job, accelerator)
-    bars = quiet_bars(shown=spec.elements >= LONG)
+    bars = quiet_bars(shown=spec.elements >= SHOWS_PROGRESS)
     with bars, engine_environment(job), freed_at_once():
         model = engine.load_model(job, reader)
     _check(job, model)

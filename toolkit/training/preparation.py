@@ -16,7 +16,7 @@ from toolkit.core.errors import StrategyMismatch
 from toolkit.core.units import format_bytes
 from toolkit.engines.job import Job
 from toolkit.engines.rank_calls import from_main
-from toolkit.engines.records import Prepared, StateMemory, job_of
+from toolkit.engines.records import STATES, Prepared, StateMemory, job_of
 from toolkit.engines.shards import MASTER, PARAMETER, Part, copy, overlaps, parts, whole_box
 from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-TOLERANCE = 0.02
+BYTES_TOLERANCE = 0.02
 """The largest difference of measured and expected bytes, as a share: padding and alignment add some."""
-
-PARTS = ("trainable", "frozen", "master", "optimizer")
-"""The states of a rank, as `StateMemory` names them."""
 
 SLACK = 16 * 1024
 """Bytes of a difference that is ignored: a model of a few tensors is mostly padding."""
@@ -58,7 +55,7 @@ class Audit(Result):
             return "–" if size is None else format_bytes(size)
 
         dtypes = self.measured.dtypes
-        rows = [(part, cell(self.measured, part), cell(self.expected, part), dtypes.get(part, "–")) for part in PARTS]
+        rows = [(part, cell(self.measured, part), cell(self.expected, part), dtypes.get(part, "–")) for part in STATES]
         notes = [f"{part} in {dtypes[part]}" for part in ("gradients", "reduce") if part in dtypes]
         title = f"Held by this rank ({self.engine}, {count_ranks(self.ranks)})"
         columns = ("part", "bytes", "expected", "dtype")
@@ -242,9 +239,9 @@ def _differences(actual: StateMemory, expected: StateMemory, *, stepped: bool) -
     """Compare bytes and dtypes. Moments and gradients have none before the first step; after it none may be missing."""
     later = () if stepped else ("optimizer", "gradients")
     wrong = []
-    for part in PARTS:
+    for part in STATES:
         size, should = getattr(actual, part) or 0, getattr(expected, part) or 0
-        if part not in later and abs(size - should) > max(TOLERANCE * should, SLACK):
+        if part not in later and abs(size - should) > max(BYTES_TOLERANCE * should, SLACK):
             wrong.append(f"{part} takes {format_bytes(size)} on this rank, expected {format_bytes(should)}")
     for part, name in expected.dtypes.items():
         if part not in later and actual.dtypes.get(part) != name:

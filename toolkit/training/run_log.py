@@ -15,7 +15,7 @@ from toolkit.core.atomic_io import append_line, cut_events, last_step
 from toolkit.core.errors import ToolkitError
 from toolkit.run_folder.run_lock import RUN_DIR
 
-OURS = ("bytes", "attempt", "samples", "skipped")
+RESERVED_NAMES = ("bytes", "attempt", "samples", "skipped")
 """Keys of `events.jsonl` that no figure may use."""
 
 _STARTED = time.perf_counter()
@@ -95,7 +95,7 @@ def _events() -> Path | None:
 
 
 def _number(name: str, value: Any) -> float:
-    if name in OURS:
+    if name in RESERVED_NAMES:
         raise ToolkitError(f"log: {name!r} is a name of the toolkit's own. Give the figure another one.")
     with contextlib.suppress(ValueError, RuntimeError):  # of several elements
         value = value.item() if hasattr(value, "item") else value

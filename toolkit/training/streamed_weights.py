@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.core.units import ceil_div
 from toolkit.engines.deferred import defer, end_deferral
 from toolkit.engines.rank_calls import on_main
-from toolkit.engines.simulation import BLOCK, GROUP, PIECE
+from toolkit.engines.simulation import NESTED_BLOCK, PIECE, QUANT_BLOCK
 from toolkit.engines.states import persistent_buffers
 from toolkit.models import ModelSpec
 from toolkit.models.files import SAFETENSORS_DTYPES
@@ -226,31 +226,31 @@ class StreamedWeights:
 
         device, elements = self._accelerator.device, math.prod(shape)
         storage, kind = self._packing["storage"], self._packing["kind"]
-        blocks = ceil_div(elements, BLOCK)
+        blocks = ceil_div(elements, QUANT_BLOCK)
         data = torch.empty(ceil_div(elements, 2 * storage.itemsize), 1, dtype=storage, device=device)
         scales = torch.empty(blocks, dtype=torch.uint8, device=device)
         offset = torch.empty(1, dtype=torch.float32, device=device)
-        nested = torch.empty(ceil_div(blocks, GROUP), dtype=torch.float32, device=device)
+        nested = torch.empty(ceil_div(blocks, NESTED_BLOCK), dtype=torch.float32, device=device)
         if self._files and self._entry(name).dtype == PACKED:
             scales, offset, nested = self._read_packed(name, data)
         elif self._files:
             exact = self._pack(name, dtype, data, transposed)
             offset[0] = exact.mean()
-            _, state = quantize_blockwise(exact - offset[0], blocksize=GROUP, out=scales)
+            _, state = quantize_blockwise(exact - offset[0], blocksize=NESTED_BLOCK, out=scales)
             nested = state.absmax
         for tensor in (data, scales, offset, nested):
             self._broadcast(tensor)
         if self._code is None:
-            self._code = quantize_blockwise(nested, blocksize=GROUP)[1].code
+            self._code = quantize_blockwise(nested, blocksize=NESTED_BLOCK)[1].code
         constants = QuantState(
             absmax=scales,
             shape=torch.Size(shape),
             dtype=dtype,
-            blocksize=BLOCK,
+            blocksize=QUANT_BLOCK,
             code=get_4bit_type(kind, device=device),
             quant_type=kind,
             offset=offset[0],
-            state2=QuantState(absmax=nested, blocksize=GROUP, code=self._code.clone(), dtype=torch.float32),
+            state2=QuantState(absmax=nested, blocksize=NESTED_BLOCK, code=self._code.clone(), dtype=torch.float32),
         )
         return data, constants
 
@@ -278,13 +278,13 @@ class StreamedWeights:
             if transposed:
                 weight = weight.T
             *experts, rows, columns = weight.shape
-            step = max(BLOCK, PIECE // columns // BLOCK * BLOCK)
+            step = max(QUANT_BLOCK, PIECE // columns // QUANT_BLOCK * QUANT_BLOCK)
             # Experts that are fused in the file, too, are whole blocks each.
             for *expert, start in itertools.product(*map(range, experts), range(0, rows, step)):
                 piece = weight[*expert, start : start + step]
                 piece = piece.to(self._accelerator.device, dtype, memory_format=torch.contiguous_format)
                 part, state = quantize_4bit(
-                    piece, blocksize=BLOCK, compress_statistics=False, quant_type=self._packing["kind"]
+                    piece, blocksize=QUANT_BLOCK, compress_statistics=False, quant_type=self._packing["kind"]
                 )
                 packed[first : first + part.numel()] = part.view(-1)
                 first += part.numel()
@@ -327,7 +327,7 @@ def _is_known(state: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
     values = unpack_tensor_to_dict(state)
     blocks = values.get("blocksize"), values.get("nested_blocksize")
-    return blocks == (BLOCK, GROUP) and sorted(values.get("shape", ())) == sorted(shape)
+    return blocks == (QUANT_BLOCK, NESTED_BLOCK) and sorted(values.get("shape", ())) == sorted(shape)
 
 
 def _is_transposed(module: Any) -> bool:

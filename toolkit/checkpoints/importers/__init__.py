@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from toolkit.checkpoints.importers.dcp import METADATA, open_dcp
+from toolkit.checkpoints.importers.dcp import METADATA_FILE, open_dcp
 from toolkit.checkpoints.importers.restricted_unpickler import load
 from toolkit.checkpoints.importers.weights import (
     Entry,
@@ -27,17 +27,17 @@ __all__ = ["Entry", "Weights", "open_foreign", "safetensors_entries"]
 
 _FSDP = "pytorch_model_fsdp.bin"
 
-_NAMES = (_FSDP, "model.safetensors", "pytorch_model.bin")
+_WHOLE_FILES = (_FSDP, "model.safetensors", "pytorch_model.bin")
 """In the order of the search."""
 
-_WHOLE = frozenset(_NAMES) | {f"{name}.index.json" for name in _NAMES}
+_WHOLE_NAMES = frozenset(_WHOLE_FILES) | {f"{name}.index.json" for name in _WHOLE_FILES}
 """Files of a folder with a whole state dict."""
 
 
 _OTHERS = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_[1-9]\d*(?:\.safetensors|\.bin)?")
 """Accelerate's names of a second model."""
 
-_RANKS = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
+_RANK_FILE = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
 _OPTIMIZER = re.compile(r"optimizer_\d+")
 
 
@@ -68,8 +68,8 @@ def open_foreign(folder: Path) -> Weights | None:
 def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
     """Return the function that opens a folder, chosen by file names; None for an unknown format."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
-    split = next((name for name in names if _RANKS.fullmatch(name)), None)
-    if not (names & {"latest", METADATA, *_WHOLE} or is_zero(names) or split):
+    split = next((name for name in names if _RANK_FILE.fullmatch(name)), None)
+    if not (names & {"latest", METADATA_FILE, *_WHOLE_NAMES} or is_zero(names) or split):
         return None
     files = list_files(folder, root)
     if "latest" in files:
@@ -77,7 +77,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
         return partial(open_zero, step, list_files(step, root))
     if is_zero(files):
         return partial(open_zero, folder, files)
-    if METADATA in files:
+    if METADATA_FILE in files:
         return partial(open_dcp, folder, files)
     if split:
         raise CheckpointError(
@@ -87,7 +87,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
     others = [name for name in files if _OTHERS.fullmatch(name)]
     if others:
         raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give a folder with one.")
-    name = next(name for name in _NAMES if name in files or f"{name}.index.json" in files)
+    name = next(name for name in _WHOLE_FILES if name in files or f"{name}.index.json" in files)
     if name in files:
         return partial(_open_whole, folder, [files[name]])
     with wrap_errors(str(index := files[f"{name}.index.json"])):

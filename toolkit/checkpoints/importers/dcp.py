@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 
 HOLES = 1000
 """The most holes between sorted chunks of a tensor; a sharded tensor has a few."""
@@ -50,8 +50,8 @@ def open_dcp(folder: Path, files: Mapping[str, Path]) -> Weights:
         CheckpointError: for pickles with classes that are not on the list, names that leave the folder, missing or truncated
             files, and tensors with a missing part.
     """
-    raw = load_metadata(files[METADATA])
-    with wrap_errors(f"{folder / METADATA} is not the metadata of a DCP checkpoint"):
+    raw = load_metadata(files[METADATA_FILE])
+    with wrap_errors(f"{folder / METADATA_FILE} is not the metadata of a DCP checkpoint"):
         everything = _state(raw, "Metadata")
         names = _model_names(everything["state_dict_metadata"], everything["planner_data"])
         tensors = {key: _tensor(everything["state_dict_metadata"][key]) for key in names}
@@ -168,7 +168,7 @@ def _check_files(folder: Path, files: Mapping[str, Path], places: Iterable[_Stor
     for name in ends:
         if Path(name).name != name:
             raise CheckpointError(
-                f"{folder / METADATA} names the file {name!r}, outside of its folder: expected a file next to it. "
+                f"{folder / METADATA_FILE} names the file {name!r}, outside of its folder: expected a file next to it. "
                 "Nothing was read."
             )
     require(sorted(ends), files, folder)
@@ -194,6 +194,6 @@ def _check_covered(folder: Path, key: str, tensor: TensorStorageMetadata) -> Non
                 break
     if holes:
         raise CheckpointError(
-            f"{folder / METADATA}: the {len(tensor.chunks)} chunks of {key} do not make up {tuple(tensor.size)}. "
+            f"{folder / METADATA_FILE}: the {len(tensor.chunks)} chunks of {key} do not make up {tuple(tensor.size)}. "
             "A rank's part is missing or doubled; take another checkpoint."
         )

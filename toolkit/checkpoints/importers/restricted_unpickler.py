@@ -41,7 +41,7 @@ _LEGACY = 5
 """Pickles at the beginning of a file in torch's old format, before zip files."""
 
 _ZIP = b"PK\x03\x04"
-_LOCK = threading.RLock()
+_GLOBALS_LOCK = threading.RLock()
 """torch's list of safe globals belongs to the process."""
 
 
@@ -75,7 +75,7 @@ def only_listed() -> Iterator[None]:
     """Restrict `torch.load(weights_only=True)` to torch's own list and `DEEPSPEED`, without the process's additions."""
     from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-    with _LOCK:
+    with _GLOBALS_LOCK:
         before = get_safe_globals()
         clear_safe_globals()
         add_safe_globals([(_opaque_class(path), path) for path in DEEPSPEED])

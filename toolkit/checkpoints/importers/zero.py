@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     _Row = Sequence[torch.Tensor]
 
-_OPTIMIZER = re.compile(r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt")
 _ANY = re.compile(r".*[_-](?:optim|model)_states\.pt")
 
 
@@ -121,10 +121,10 @@ def _elements(row: _Row) -> int:
 
 def _optimizer_states(folder: Path, files: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Return every rank's optimizer state, in the order of ranks."""
-    matches = [match for match in map(_OPTIMIZER.fullmatch, files) if match]
+    matches = [match for match in map(_OPTIMIZER_FILE.fullmatch, files) if match]
     prefix = matches[0]["prefix"] if matches else ""
     names = [f"{prefix}{rank}_mp_rank_00_optim_states.pt" for rank in range(len(matches) + 1)]
-    strange = [name for name in files if _ANY.fullmatch(name) and not _MODEL.fullmatch(name) and name not in names]
+    strange = [name for name in files if _ANY.fullmatch(name) and not _MODEL_FILE.fullmatch(name) and name not in names]
     if strange:
         raise CheckpointError(
             f"{folder} holds {strange[0]}: expected one file a rank of pure data parallelism. "

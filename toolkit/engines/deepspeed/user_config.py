@@ -18,7 +18,7 @@ from toolkit.config.flags import check_value
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import (
-    LIMIT,
+    LONGEST_JSON,
     check_fields,
     expand_user,
     parse_json,
@@ -38,7 +38,7 @@ def _whole(number: Any) -> int:
     return int(number)
 
 
-IGNORED = (
+WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",
     "dump_state",
@@ -67,7 +67,7 @@ FIXED: Mapping[str, Any] = {
 }
 """The one value that the toolkit runs: DeepSpeed's default, or its own rule (`auto`)."""
 
-NUMBERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+NUMBER_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "train_micro_batch_size_per_gpu": ("micro_batch", _whole),
     "gradient_accumulation_steps": ("accumulation", _whole),
     "gradient_clipping": ("max_grad_norm", float),
@@ -104,7 +104,7 @@ CHOICES: Mapping[str, Mapping[Any, dict[str, Any]]] = {
 """The fields that each value of a key sets. A later row overrides an earlier one."""
 
 
-_KNOWN = (*CHOICES, *NUMBERS, *FIXED, *IGNORED, "optimizer.params.betas", "train_batch_size")
+_KNOWN_KEYS = (*CHOICES, *NUMBER_KEYS, *FIXED, *WITHOUT_EFFECT, "optimizer.params.betas", "train_batch_size")
 
 
 def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
         return result
 
     for key, value in keys.items():
-        section = any(known.startswith(f"{key}.") for known in _KNOWN)
-        if key not in _KNOWN and not (section and value == {}):
+        section = any(known.startswith(f"{key}.") for known in _KNOWN_KEYS)
+        if key not in _KNOWN_KEYS and not (section and value == {}):
             raise refuse(key, "an object" if section else "no such key: the toolkit does not set it")
     for key, choices in CHOICES.items():
         value = _as_word(keys.get(key))
@@ -156,7 +156,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
             set_fields(key, matches[0])
     if "sharding" not in fields:
         raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
-    for key, (name, kind) in NUMBERS.items():
+    for key, (name, kind) in NUMBER_KEYS.items():
         unused = name == "gather_bucket_elements" and ("stage3" in key) != (fields["sharding"] == "zero3")
         if keys.get(key) not in OPEN and not unused:
             set_fields(key, {name: number(key, keys[key], name, kind)})
@@ -213,7 +213,7 @@ def _same(value: Any, word: Any) -> bool:
 def _read_keys(path: str | Path) -> dict[str, Any]:
     """Return each value of the file under its keys, joined by points."""
     try:
-        data = read_limited(expand_user(path), LIMIT).decode()
+        data = read_limited(expand_user(path), LONGEST_JSON).decode()
         config = parse_json(data, finite=False, object_pairs_hook=unique_names)
         check_fields(config, {})
         return dict(_flatten(config))

@@ -14,9 +14,9 @@ from toolkit.engines.records import Transfer
 from toolkit.models import ModelSpec, Parameter
 from toolkit.models.varlen import DROPOUTS
 
-COLUMNS = ("colwise", "colwise_gather_output", "embedding_rowwise")
+COLWISE = ("colwise", "colwise_gather_output", "embedding_rowwise")
 """Styles that split the first dimension of a weight, and of a bias."""
-ROWS = "rowwise"
+ROWWISE = "rowwise"
 """Splits the second dimension of a weight; a bias stays whole."""
 SUMMED = "replicated_with_grad_allreduce"
 """A weight that each rank holds whole. Its gradient is summed over the ranks."""
@@ -55,12 +55,15 @@ def refuse(job: Job) -> None:
 
 def _unsupported_reasons(spec: ModelSpec, tp: int) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
-    odd = sorted(set(spec.tp_plan.values()) - {*COLUMNS, ROWS, SUMMED})
+    odd = sorted(set(spec.tp_plan.values()) - {*COLWISE, ROWWISE, SUMMED})
     for refused, reason in (
         (spec.moe is not None, "it has experts, and only dense models run so far"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
-        (odd, f"its plan has the style {''.join(odd[:1])!r}, and only {', '.join((*COLUMNS, ROWS, SUMMED))} are known"),
+        (
+            odd,
+            f"its plan has the style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, ROWWISE, SUMMED))} are known",
+        ),
     ):
         if refused:
             yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
@@ -86,9 +89,9 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 def split_dimension(parameter: Parameter, plan: Mapping[str, str]) -> int | None:
     """Return the dimension of a parameter that the ranks share; None where each holds it whole."""
     style = style_of(parameter.name, plan)
-    if style in COLUMNS:
+    if style in COLWISE:
         return 0
-    return 1 if style == ROWS and len(parameter.shape) == 2 else None
+    return 1 if style == ROWWISE and len(parameter.shape) == 2 else None
 
 
 def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank: int) -> tuple[int, ...]:
@@ -146,11 +149,11 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     summed = gathered = backward = 0
     for name, shape in _weights(spec):
         style = style_of(name, spec.tp_plan)
-        if style == ROWS:
+        if style == ROWWISE:
             summed += repeated * tokens * shape[0] * compute
         elif style == "embedding_rowwise":
             summed += tokens * shape[1] * widest
-        elif style in COLUMNS:
+        elif style in COLWISE:
             backward += tokens * shape[1] * widest
             gathered += tokens * shape[0] * compute if style == GATHERED else 0
     share, micro = (tp - 1) / tp, job.train_config.accumulation
