@@ -20,7 +20,6 @@ from IPython.utils.capture import capture_output
 from machine import about, parse, parser, write_results
 
 import toolkit as tk
-from toolkit.core.charts import portable
 from toolkit.core.display import Table
 from toolkit.run_folder.status import Progress, page
 
@@ -73,8 +72,8 @@ def measure_live(moves: int) -> dict[str, Any]:
         "limit_bytes": 80 * 2**30,
     }
     progress = Progress(step=2000, steps=4000, loss=6.0, bytes_are="allocated", **sizes)
-    timed = time_calls(lambda _: portable(page("run", "running", progress, steps, "")), moves)
-    size = len(portable(page("run", "running", progress, steps, "")))
+    timed = time_calls(lambda _: page("run", "running", progress, steps, ""), moves)
+    size = len(page("run", "running", progress, steps, ""))
     return {"panel": "live view", "control": "step", "values": (2000,), **timed, "drawing": timed, "page_bytes": size}
 
 

@@ -1,7 +1,7 @@
-"""Pictures as SVG, by matplotlib: stacked bars by part, and curves over steps.
+"""Pictures by matplotlib: stacked bars by part, and curves over steps.
 
 matplotlib comes with the extra `notebook`. Without it, a sentence with the fix takes a picture's place. Every picture has a white
-background, so that it is legible on a dark page, and a name that holds its values. It has no script, no link and no id.
+background, so that it is legible on a dark page, and a name that holds its values.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.core.pictures import COLOURS, GRID, INK, LIMIT, QUIET, WIDTH, colour, figure, ink_on, picture, portable
+from toolkit.core.pictures import ALARM, COLOURS, GRID, INK, QUIET, WIDTH, colour, figure, ink_on, picture
 from toolkit.core.redaction import redact
 from toolkit.core.units import format_bytes
 
-__all__ = ["POINTS", "Bar", "bars", "curve", "figure", "portable", "thinned"]
+__all__ = ["POINTS", "Bar", "bars", "curve", "figure", "thinned"]
 
 LINES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "transient", "workspace")
 """The parts that lend the lines of a curve their colours, in order."""
@@ -89,7 +89,7 @@ def bars(
             axes.text(end, number + 0.5, total, ha="right", va="center", size=13, color=INK, weight="bold")
             _stack(axes, number, parts, spell, pixel)
         if limit is not None:
-            ink, place = LIMIT if highest > limit else INK, limit if near else top
+            ink, place = ALARM if highest > limit else INK, limit if near else top
             side = "right" if place > top / 2 else "left"
             axes.text(place, -0.25, limit_text, ha=side, va="bottom", size=12, color=ink, weight="bold")
             if near:
@@ -166,18 +166,10 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
 
 def _stack(axes: Any, number: int, parts: Mapping[str, float], spell: Callable[[float], str], pixel: float) -> None:
     """Draw the parts of a bar from left to right, each with its size where that has room."""
-    from matplotlib.patches import Rectangle
-
     start = 0.0
     for part, size in parts.items():
         shade, words, wide = colour(part), spell(size), max(size - pixel, pixel / 2)
-        look: dict[str, Any] = {
-            "fc": shade,
-            "lw": 0,
-            "clip_on": False,
-            "gid": f"hover:{part}: {words}".replace('"', "'"),
-        }
-        axes.add_patch(Rectangle((start, number + 0.12), wide, 0.76, **look))
+        axes.barh(number + 0.5, wide, 0.76, start, color=shade, lw=0, clip_on=False)
         if size / pixel > len(words) * 6.2 + 8:
             middle = start + size / 2
             axes.text(middle, number + 0.5, words, ha="center", va="center", size=11, color=ink_on(shade))
@@ -192,15 +184,13 @@ def _mark(axis: Any, ticks: Sequence[float], spell: Callable[[float], str]) -> N
 
 def _draw_line(axes: Any, points: Sequence[Point], look: Mapping[str, Any]) -> None:
     """Draw a line with gaps; short lines and isolated points get dots."""
-    gap = math.nan
-    values = [value if value is not None and math.isfinite(value) else gap for _, value in points]
-    axes.plot([place for place, _ in points], values, clip_on=False, solid_capstyle="round", **look)
-    padded, dots = [gap, *values, gap], [(gap, gap)]
-    for number, (place, _) in enumerate(points):
-        before, value, after = padded[number : number + 3]
-        if len(points) <= FEW or (math.isnan(before) and math.isnan(after)):
-            dots += [(place, value), (place, value), (gap, gap)]  # a stroke: a marker would need an id
-    axes.plot(*zip(*dots, strict=True), color=look["color"], lw=6, solid_capstyle="round", clip_on=False)
+    values = [math.nan if value is None or not math.isfinite(value) else value for _, value in points]
+    padded, few = [math.nan, *values, math.nan], len(points) <= FEW
+    dots = [
+        place for place in range(len(points)) if few or (math.isnan(padded[place]) and math.isnan(padded[place + 2]))
+    ]
+    style = {"marker": "o", "ms": 6, "mew": 0, "markevery": dots, "clip_on": False, "solid_capstyle": "round", **look}
+    axes.plot([place for place, _ in points], values, **style)
 
 
 def _ticks(low: float, high: float, *, binary: bool = False, whole: bool = False) -> list[float]:

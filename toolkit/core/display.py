@@ -140,7 +140,7 @@ class Result:
         raise TypeError(f"{type(self).__name__} has no tables")
 
     def pictures(self) -> Sequence[str]:
-        """Return pictures, as SVG, that stand above the tables in HTML."""
+        """Return pictures, as HTML, that stand above the tables in HTML."""
         return ()
 
     def __str__(self) -> str:

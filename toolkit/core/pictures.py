@@ -1,10 +1,9 @@
-"""An SVG picture of matplotlib's: its frame with title, legend and name, its colours, and its place in a page."""
+"""A picture: an SVG of matplotlib's as an image, with title, legend and name; its colours, and its place in a page."""
 
 from __future__ import annotations
 
 import io
 import math
-import re
 import threading
 import warnings
 import zlib
@@ -41,9 +40,9 @@ Parts lie at least 29 apart (CIE76), phases too, also as people without red, gre
 and each has a contrast of at least 3:1 against white.
 """
 
-INK, QUIET, GRID, LIMIT = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
+INK, QUIET, GRID, ALARM = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
 
-LONG = 12
+FOLDED_ROWS = 12
 """Rows above which the table of a picture is folded."""
 
 BARS = 100
@@ -52,51 +51,32 @@ BARS = 100
 WIDTH = 760
 """Pixels. A picture shrinks with its place and never grows."""
 
-FONT = "system-ui,-apple-system,'Segoe UI',Roboto,sans-serif"
-SETTINGS = {
+MATPLOTLIB = {
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "svg.fonttype": "none",
+    "svg.hashsalt": "toolkit",
     "savefig.bbox": None,
-    "font.family": ["DejaVu Sans"],
     "text.parse_math": False,
     "text.usetex": False,
 }
-"""The settings of matplotlib that no argument replaces: text stays text, measured in the font that matplotlib brings."""
+"""The settings that no argument replaces: text stays text, and equal pictures are equal bytes."""
 
 GLYPH = r"Glyph \d+"
-"""A warning about a letter that matplotlib's font lacks: the page's font may have it."""
+"""A warning about a letter that matplotlib's font lacks: the viewer's font may have it."""
 
 MISSING = "<p>{}: the picture needs matplotlib. <code>pip install matplotlib</code> installs it.</p>"
 
-_PICTURE = re.compile(
-    r'<svg class="toolkit-picture".*? viewBox="0 0 (\d+) (\d+)".*? aria-label="(.*?)".*?</svg>', re.DOTALL
-)
-_LOCK = threading.Lock()
+_DRAWS = threading.Lock()
 """The settings are the process's, and a live view draws in a thread."""
 
 
 def figure(picture: str, table: Table) -> str:
     """Return a picture and its table; a long table is folded."""
     rows = list(table.rows)
-    table, folded = replace(table, rows=rows), len(rows) if len(rows) > LONG else 0
+    table, folded = replace(table, rows=rows), len(rows) if len(rows) > FOLDED_ROWS else 0
     parts = {"picture": markup(picture), "table": markup(redact(table.html())), "title": table.title}
     return render("figure", **parts, folded=folded, width=WIDTH)
-
-
-def portable(html: str) -> str:
-    """Replace every picture of ours with an image that contains it, with its name as alternative text.
-
-    A notebook that was not executed here, and GitHub, remove inline SVG. Tooltips are lost: the table holds their text.
-    """
-
-    def image(match: re.Match[str]) -> str:
-        width, height, name = match.groups()
-        # With a size before it is decoded, so that a view that is redrawn twice a second does not jump.
-        return (
-            f'<img alt="{name}" width="{width}" height="{height}" decoding="sync" style="max-width:100%;height:auto" '
-            f'src="data:image/svg+xml;base64,{b64encode(match[0].encode()).decode()}">'
-        )
-
-    return _PICTURE.sub(image, html)
 
 
 def colour(part: str) -> str:
@@ -124,7 +104,9 @@ def picture(
     sides: tuple[float, float],
     heights: tuple[float, float, float],
 ) -> str:
-    """Return the SVG of axes with a title and a legend above them.
+    """Return the image of axes with a title and a legend above them.
+
+    Notebooks that were not executed here, and GitHub, remove inline SVG, and show an image.
 
     Args:
         title, description: the picture's name.
@@ -136,66 +118,44 @@ def picture(
     if find_spec("matplotlib") is None:
         return MISSING.format(escape(title))
     import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
+    (left, right), (_, middle, below) = sides, heights
     if max(len(legend), sum(heights) / 34) > BARS:
         return f"<p>{escape(title)}: not drawn, it has more than {BARS} parts or rows.</p>"
     columns = min(max(1, int((WIDTH - 24) / (max(map(len, legend), default=0) * 6.5 + 38))), len(legend) or 1)
     height = round(34 + 20 * math.ceil(len(legend) / columns) + sum(heights))
-    with _LOCK:
-        before = {name: matplotlib.rcParams[name] for name in SETTINGS}
-        matplotlib.rcParams.update(SETTINGS)
+    file = io.StringIO()
+    with _DRAWS:
+        before = {name: matplotlib.rcParams[name] for name in MATPLOTLIB}
+        matplotlib.rcParams.update(MATPLOTLIB)
         if not any(getattr(message, "pattern", "") == GLYPH for _, message, *_ in warnings.filters):
             warnings.filterwarnings("ignore", GLYPH)  # a second time, it would let Python repeat a user's warnings
         try:
-            body = _drawn(title, draw, legend, columns, sides, heights, height)
+            whole = Figure((WIDTH / 72, height / 72), facecolor="#ffffff")  # SVG has 72 pixels in an inch
+            place = (left / WIDTH, below / height, 1 - (left + right) / WIDTH, middle / height)
+            axes = whole.add_axes(place, facecolor="none", axisbelow=True)
+            axes.spines[:].set_visible(False)
+            axes.tick_params(length=0, pad=6, labelsize=11, labelcolor=QUIET)
+            draw(axes)
+            whole.text(12 / WIDTH, 1 - 24 / height, title, size=15, color=INK, weight="bold")
+            lines = [Line2D([], [], solid_capstyle="butt", **look) for look in legend.values()]
+            look = {
+                "loc": "upper left",
+                "bbox_to_anchor": (8 / WIDTH, 1 - 32 / height),
+                "frameon": False,
+                "fontsize": 12,
+            }
+            whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, **look)
+            whole.savefig(file, format="svg", metadata={"Date": None})
         except (ArithmeticError, ValueError, TypeError) as error:  # of figures that no run has
             return f"<p>{escape(title)}: not drawn, {escape(str(error))}.</p>"
         finally:
             matplotlib.rcParams.update(before)
-    return redact(
-        f'<svg class="toolkit-picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'role="img" aria-label="{escape(f"{title}. {description}")}" style="max-width:100%;height:auto" '
-        f'font-family="{FONT}" stroke-linejoin="round"><title>{escape(title)}</title>'
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>{body}</svg>'
+    data = b64encode(redact(file.getvalue()).encode()).decode()
+    # With a size before it is decoded, so that a view that is redrawn twice a second does not jump.
+    return (
+        f'<img alt="{escape(redact(f"{title}. {description}"))}" width="{WIDTH}" height="{height}" decoding="sync" '
+        f'style="max-width:100%;height:auto" src="data:image/svg+xml;base64,{data}">'
     )
-
-
-def _drawn(
-    title: str,
-    draw: Callable[[Any], None],
-    legend: Mapping[str, Mapping[str, Any]],
-    columns: int,
-    sides: tuple[float, float],
-    heights: tuple[float, float, float],
-    height: float,
-) -> str:
-    """Return the elements of matplotlib's SVG, without ids, style sheet and fonts of its own."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    file, (left, right), (_, middle, below) = io.StringIO(), sides, heights
-    # A point is a pixel: SVG has 72 of them in an inch.
-    whole = Figure((WIDTH / 72, height / 72), facecolor="none")
-    place = (left / WIDTH, below / height, 1 - (left + right) / WIDTH, middle / height)
-    axes = whole.add_axes(place, facecolor="none", axisbelow=True)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, pad=6, labelsize=11, labelcolor=QUIET)
-    draw(axes)
-    whole.text(12 / WIDTH, 1 - 24 / height, title, size=15, color=INK, weight="bold")
-    lines = [Line2D([], [], solid_capstyle="butt", **look) for look in legend.values()]
-    look = {"loc": "upper left", "bbox_to_anchor": (8 / WIDTH, 1 - 32 / height), "frameon": False, "fontsize": 12}
-    whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, **look)
-    whole.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    assert "<use" not in svg, (
-        "a marker or a collection is drawn by a reference to an id, which a page cannot have twice"
-    )
-    body = re.sub(r">\s+<", "><", svg[svg.index("</defs>") + len("</defs>") : svg.rindex("</svg>")])
-    body = re.sub(r'<g id="hover:([^"]*)">', r"<g><title>\1</title>", body)  # a tooltip
-    return re.sub(r"<[^>]*>", lambda match: _plain(match[0]), body)
-
-
-def _plain(tag: str) -> str:
-    """Return a tag of matplotlib's without its id and font, with numbers of one decimal."""
-    tag = re.sub(r' id="[^"]*"| transform="rotate\(-?0 [^"]*\)"|font-family: [^;"]*(; )?|\s*\n', "", tag)
-    return re.sub(r"(\.\d)\d+", r"\1", tag)

@@ -16,7 +16,6 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.charts import portable
 from toolkit.core.display import Result, markup, render
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
 from toolkit.core.process_lifecycle import die_with_parent
@@ -138,7 +137,7 @@ class Explorer:
         hint = "" if self.panel is not None else FIX
         parts = _figures_and_tables(self.value)
         page = render("explorer", sentence=self.sentence, command=command(self.kind, self.state), hint=hint, **parts)
-        return portable(redact(page))
+        return redact(page)
 
     def __repr__(self) -> str:
         """Return the answer as text."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.core.charts import portable
 from toolkit.launcher import Run
 
 UPDATE_SECONDS = 0.5
@@ -94,7 +93,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
 def _page(run: Run, *, last: bool) -> str:
     """Return the run's current page; None where it cannot be read, with the reason the last time."""
     try:
-        return portable(run._repr_html_())
+        return str(run._repr_html_())
     except Exception as error:
         return f"<p>{html.escape(f'{run.folder} has ended, and cannot be shown: {error}')}</p>" if last else ""
 
