@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -105,6 +106,8 @@ class Optimizer:
     """The class of `torch.optim` that the recipe makes."""
     classes: tuple[str, ...]
     """Upstream's classes that keep exactly these states."""
+    default_lr: Mapping[str, float]
+    """The peak learning rate of a TrainConfig that names none: of the embedded model, of an adapter, of all weights."""
     passes: int
     """Times that a step, with clipping, reads or writes each element."""
     unfused_temporaries: int
@@ -119,6 +122,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         states=(OptimizerState(name="exp_avg"), OptimizerState(name="exp_avg_sq")),
         torch="AdamW",
         classes=("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam"),
+        default_lr={"embedded": 1e-3, "adapter": 2e-4, "all": 2e-5},  # of an adapter: Dettmers et al. 2023
         passes=9,
         unfused_temporaries=1,
     ),

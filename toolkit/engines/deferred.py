@@ -34,7 +34,8 @@ SHAPE_ACCESS: dict[str, Callable[..., Any]] = {
 
 
 PARTITIONING = "deepspeed.runtime.zero.partition_parameters"
-"""The module of `GatheredParameters`, which works on the parameters as they are."""
+"""The module of `GatheredParameters`, which works on the parameters as they are. It reads the same attributes as a script does, so
+only the caller's frame tells the two apart."""
 
 
 @cache

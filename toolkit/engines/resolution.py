@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from toolkit.config.parallelism import resolve_parallelism
+from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.config.train_config import TrainConfig
@@ -32,7 +33,9 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         )
     strategy = dataclasses.replace(strategy, precision=precision, attention=attention)
     if train_config.lr is None:
-        train_config = dataclasses.replace(train_config, lr=default_lr(strategy, spec))
+        kind = "adapter" if strategy.adapter != "none" else "all"
+        kind = "embedded" if spec is not None and spec.name == EMBEDDED else kind
+        train_config = dataclasses.replace(train_config, lr=OPTIMIZERS[train_config.optimizer].default_lr[kind])
     check_optimizer(strategy, train_config)
     check_model(strategy, train_config, spec)
     job = Job(
@@ -134,13 +137,6 @@ def _takes_rows(kernel: str, attention: str, spec: ModelSpec) -> bool:
     if not ATTENTIONS[kernel].joins_rows or separates_documents(spec, joined=True):
         return True
     return kernel != "varlen" and (attention == kernel or not separates_documents(spec, joined=False))
-
-
-def default_lr(strategy: Strategy, spec: ModelSpec | None) -> float:
-    """Return 1e-3 for the embedded model, 2e-4 for an adapter (Dettmers et al. 2023), 2e-5 for all weights."""
-    if spec is not None and spec.name == "embedded":
-        return 1e-3
-    return 2e-4 if strategy.adapter != "none" else 2e-5
 
 
 def check_optimizer(strategy: Strategy, train_config: TrainConfig) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.engines.records import Prepared
 
 READERS = ("deepspeed.", "torch.distributed.checkpoint.", "toolkit.")
-"""Callers of `state_dict` that know shards."""
+"""Callers of `state_dict` that know shards. The caller's frame alone tells them from a script: both call without arguments."""
 
 
 def refuse_parts(module: Any) -> None:

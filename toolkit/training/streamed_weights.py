@@ -122,7 +122,10 @@ class StreamedWeights:
         return whole
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Take the parameters of an empty model as the places of these weights, whatever the script makes of the model."""
+        """Take the parameters of an empty model as the places of these weights, whatever the script makes of the model.
+
+        They are an attribute of the model, because what wraps it (PEFT's model) passes attributes on to `prepare`.
+        """
         self._places = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         model.streamed_weights = self
 

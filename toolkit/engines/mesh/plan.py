@@ -118,7 +118,8 @@ def local_job(job: Job, rank: int = 0) -> Job:
 
 
 def _local_spec(spec: ModelSpec, tp: int, tp_rank: int) -> ModelSpec:
-    # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan.
+    # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan, and lives as long as the spec. A
+    # spec holds its model's config, a dictionary, so it can be no key of a cache; `cached_property` writes into `vars()`, too.
     cache: dict[Any, ModelSpec] = vars(spec).setdefault("_local_specs", {})
     if (tp, tp_rank) not in cache:
         shapes = (local_shape(parameter, spec.tp_plan, tp, tp_rank) for parameter in spec.parameters)
