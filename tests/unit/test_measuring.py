@@ -11,7 +11,7 @@ from programs import environment, python
 from toolkit import measurement
 from toolkit.core.units import MiB
 from toolkit.engines.records import StateMemory
-from toolkit.measurement.cpu import _phase_peaks
+from toolkit.measurement.window import PhasePeaks
 
 # Even numbers of MiB: CUDA's allocator then splits its blocks without a rest, and both devices count the same.
 PHASED = """
@@ -232,7 +232,9 @@ def test_training_shorter_than_the_window_is_measured_whole(windows: dict[str, A
 def test_the_innermost_phase_counts_and_goes_on_until_the_next() -> None:
     totals = [(1, ""), (5, ""), (5, "begin/backward"), (9, ""), (7, "begin/step"), (8, ""), (8, "end/step")]
     totals += [(6, ""), (6, "end/backward"), (11, ""), (2, "begin/forward"), (2, "end/forward")]
-    assert _phase_peaks(totals).highest == {"load": 5, "backward": 11, "step": 8, "forward": 2}
+    peaks = PhasePeaks()
+    peaks.follow(totals)
+    assert peaks.highest == {"load": 5, "backward": 11, "step": 8, "forward": 2}
 
 
 def test_a_kind_of_device_that_is_unknown() -> None:

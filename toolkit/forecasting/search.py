@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from toolkit.config.flags import spell
@@ -80,35 +81,35 @@ class Candidate:
         forecast = self.forecast
         if forecast is None:
             return self.reason.split(". ")[0]
-        if forecast.device_lacks and forecast.host_lacks:
-            host = format_bytes(forecast.hardware.host_free_bytes)
-            return f"A rank has {format_bytes(forecast.limit_bytes)}, a node's host {host}, and both need more."
-        if forecast.device_lacks:
-            return f"A rank has {format_bytes(forecast.limit_bytes)} and needs more."
-        if forecast.host_lacks:
-            return f"A node's host has {format_bytes(forecast.hardware.host_free_bytes)} and its ranks need more."
-        return f"Less than {MARGIN:.0%} of the {format_bytes(forecast.limit_bytes)} of a rank are left."
+        limit, host = format_bytes(forecast.limit_bytes), format_bytes(forecast.hardware.host_free_bytes)
+        lacks = [f"a rank has {limit} and needs more"] if forecast.device_lacks else []
+        lacks += [f"a node's host has {host} and its ranks need more"] if forecast.host_lacks else []
+        text = ", and ".join(lacks) or f"less than {MARGIN:.0%} of the {limit} of a rank are left"
+        return text[0].upper() + text[1:]
 
     @property
     def shortfall(self) -> tuple[float, float]:
         """The needs of a rank and of a node's host, each as a share of its limit, the larger first; infinite without a forecast."""
-        shares = sorted((need / max(1, limit) for need, limit, _ in self._needs), reverse=True)
-        return (shares[0], shares[-1]) if shares else (math.inf, math.inf)
+        shares = [share for share, _ in self._needs] or [math.inf]
+        return shares[0], shares[-1]
 
     @property
     def least_need(self) -> str:
         """The need that is the largest share of its limit, as text."""
-        need, _, where = max(self._needs, key=lambda item: item[0] / max(1, item[1]))
-        return format_bytes(need) + where
+        return self._needs[0][1]
 
     @property
-    def _needs(self) -> list[tuple[int, int, str]]:
-        """Need and limit in bytes of a rank, and of a node's host where it lacks memory."""
+    def _needs(self) -> list[tuple[float, str]]:
+        """The need of a rank, and of a node's host where it lacks memory: share of the limit and text, the largest first."""
         forecast = self.forecast
         if forecast is None:
             return []
-        host = (forecast.host_bytes, forecast.hardware.host_free_bytes, " of host memory")
-        return [(forecast.needed_bytes, forecast.limit_bytes, ""), *([host] if forecast.host_lacks else [])]
+        needs = [(forecast.needed_bytes, forecast.limit_bytes, "")]
+        if forecast.host_lacks:
+            needs.append((forecast.host_bytes, forecast.hardware.host_free_bytes, " of host memory"))
+        return sorted(
+            ((need / max(1, limit), format_bytes(need) + where) for need, limit, where in needs), reverse=True
+        )
 
     @property
     def cells(self) -> dict[str, str]:
@@ -219,12 +220,8 @@ class Search:
         train_config = next(_micro_batches(self.train_config, self.global_batch // self.data_ranks))
         strategies = [*self._strategies(("full",) if self.spec.checkpointed else ("none",))]
         self._trace_ahead(strategies, [train_config], quick=True)
-        ranked = []
-        for strategy in strategies:
-            candidate = self._candidate(strategy, train_config, quick=True)
-            if not candidate.reason:
-                ranked.append(candidate)
-        return min(ranked, key=rank_key, default=None)
+        candidates = [self._candidate(strategy, train_config, quick=True) for strategy in strategies]
+        return min((one for one in candidates if not one.reason), key=rank_key, default=None)
 
     def _strategies(self, checkpointings: tuple[str, ...] = ("none", "full")) -> Iterator[Strategy]:
         """Yield every sharding, offload and activation checkpointing that the request leaves open.
@@ -264,24 +261,15 @@ class Search:
 
     def _candidate(self, strategy: Strategy, train_config: TrainConfig, quick: bool = False) -> Candidate:
         """Forecast one candidate. `quick`: skip the trace if parameters and optimizer alone do not fit."""
-        forecast, machine = None, self.machine
+        candidate = partial(Candidate, tokens=self.tokens, price=self.price)
         try:
-            job = resolve(strategy, train_config, self.spec, machine.ranks, machine.device)
+            job = resolve(strategy, train_config, self.spec, self.machine.ranks, self.machine.device)
             if quick and _too_large(job):
-                reason = "The parameters and the optimizer's states alone are too large."
-            else:
-                forecast = forecast_job(job, machine, one_document=self.one_document)
-                reason = rejection(forecast)
+                raise StrategyError("The parameters and the optimizer's states alone are too large.")
+            made = forecast_job(job, self.machine, one_document=self.one_document)
         except ToolkitError as error:
-            reason = str(error)
-        return Candidate(
-            strategy=forecast.strategy if forecast else strategy,
-            train_config=forecast.train_config if forecast else train_config,
-            forecast=forecast,
-            reason=reason,
-            tokens=self.tokens,
-            price=self.price,
-        )
+            return candidate(strategy=strategy, train_config=train_config, forecast=None, reason=str(error))
+        return candidate(strategy=made.strategy, train_config=made.train_config, forecast=made, reason=rejection(made))
 
 
 def _too_large(job: Job) -> bool:

@@ -11,18 +11,17 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from toolkit.core.phases import observe, phase
-from toolkit.measurement.window import STEPS, Measured, PhasePeaks, Window
+from toolkit.measurement.window import STEPS, Measured, Window
 
 NOTE = "toolkit-note/"
 """Name prefix of one-byte allocations, at which the profiler records the allocator's total."""
 
 BUSY = "another torch profiler was running, and two at once take each other's events"
-NO_SAVE = "the save's peak is missing"
 TAKEN = "another torch profiler was started within the memory window and took its events"
+NO_SAVE = "the save's peak is missing: "
 
 HELD = {"forward", "backward", "step"}
 """Phases that hold a checkpoint's snapshot after the first one."""
-
 
 RELEASE_SECONDS = 0.02
 """Before a measured optimizer step, so that its phase begins without the backward's buffers."""
@@ -113,13 +112,6 @@ def _totals(tree: Iterable[Any], label: str = "") -> Iterator[tuple[int, int, st
             yield node.start_time_ns, fields.total_allocated - fields.alloc_size, label
 
 
-def _is_profiler_active() -> bool:
-    """Return whether a torch profiler runs, in this thread or in others (only the second flag knows those)."""
-    import torch
-
-    return torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
-
-
 class CpuWindow(Window):
     """The allocator's totals on CPU, from here through the third step, and around the first save of each kind."""
 
@@ -128,16 +120,30 @@ class CpuWindow(Window):
         import torch  # noqa: F401  before the clock starts: the worker needs it anyway
 
         self._steps = 0
-        self._recording: _Recording | None = None
         self._saved: set[str] = set()
         self._recorded_snapshot = self._later_snapshot = 0
         """Bytes that the first checkpoint left allocated: in the recorded steps, or since. They are freed after the last step."""
-        if _is_profiler_active():
-            self.reason = BUSY
-            return
+        self._recording = self._record("")
+        if self._recording is not None:
+            self._forget = observe(self._on_phase)
+
+    def _record(self, missing: str) -> _Recording | None:
+        """Start to record, unless a torch profiler runs; in other threads only the second flag knows it."""
+        import torch
+
+        if torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
+            self.reason = missing + BUSY
+            return None
         with self._count_overhead():
-            self._recording = _Recording()
-        self._forget = observe(self._on_phase)
+            return _Recording()
+
+    def _read(self, recording: _Recording, missing: str) -> list[tuple[int, str]]:
+        """Stop to record. Return the totals; none where another profiler has taken them."""
+        with self._count_overhead():
+            totals = recording.stop()
+        if totals is None:
+            self.reason = missing + TAKEN
+        return totals or []
 
     def _on_phase(self, name: str, begins: bool) -> None:
         assert self._recording is not None, "phases are observed while the window is open"
@@ -161,13 +167,9 @@ class CpuWindow(Window):
         if self._recording is None:
             return
         self._forget()
-        with self._count_overhead():
-            totals = self._recording.stop()
+        totals = self._read(self._recording, "")
         self._recording = None
-        if totals is None:
-            self.reason = TAKEN
-            return
-        self.peaks = _phase_peaks(totals)
+        self.peaks.follow(totals)
         self.live = [total for total, label in totals if label.startswith("step/")]
         at = {label: total for total, label in reversed(totals)}  # the first of each label
         self._recorded_snapshot = at.get("end/save", 0) - at.get("begin/save", 0)
@@ -176,25 +178,13 @@ class CpuWindow(Window):
     def saving(self, what: str = "result") -> Iterator[None]:
         first = self._recording is None and bool(self.live) and what not in self._saved
         self._saved.add(what)
-        if first and _is_profiler_active():
-            self.reason, first = f"{NO_SAVE}: {BUSY}", False
-        with self._save_window(what) if first else nullcontext(), phase("save"):
-            yield
-
-    @contextmanager
-    def _save_window(self, what: str) -> Iterator[None]:
-        with self._count_overhead():
-            recording = _Recording()
+        recording = self._record(NO_SAVE) if first else None
         try:
             # torch warns of blocks that are freed here and were allocated while nothing was counted.
-            with recording.quiet():
+            with recording.quiet() if recording else nullcontext(), phase("save"):
                 yield
         finally:
-            with self._count_overhead():
-                totals = recording.stop()
-            if totals is None:
-                self.reason = f"{NO_SAVE}: {TAKEN}"
-            else:
+            if recording and (totals := self._read(recording, NO_SAVE)):
                 if what == "checkpoint":
                     self._later_snapshot = totals[-1][0]
                 base = self.live[-1] - (self._recorded_snapshot if what == "result" else 0)
@@ -204,15 +194,3 @@ class CpuWindow(Window):
     def result(self) -> Measured:
         assert self._recording is None, "close the window before its result is read"
         return super().result()
-
-
-def _phase_peaks(totals: Iterable[tuple[int, str]]) -> PhasePeaks:
-    """Return the peaks of totals in their order, each with a note's label or an empty one."""
-    peaks = PhasePeaks()
-    for total, label in totals:
-        peaks.add(total)
-        mark, _, name = label.partition("/")
-        if mark in ("begin", "end"):
-            peaks.mark(name, mark == "begin")
-            peaks.add(total)
-    return peaks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -154,6 +154,15 @@ class PhasePeaks:
         elif name in self._inside:
             self._inside.remove(name)
         self._now = self._inside[-1] if self._inside else name
+
+    def follow(self, totals: Iterable[tuple[int, str]]) -> None:
+        """Take totals in their order, each with a label: `begin/PHASE`, `end/PHASE`, another one or none."""
+        for total, label in totals:
+            self.add(total)
+            mark, _, name = label.partition("/")
+            if mark in ("begin", "end"):
+                self.mark(name, mark == "begin")
+                self.add(total)
 
 
 class Window:
