@@ -19,7 +19,7 @@ from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
 from toolkit.engines.resolution import resolve
 from toolkit.engines.states import adapted
-from toolkit.models import PARAMETER_ROLES, ModelSpec, describe, embedded_config, local_weights, require_weights
+from toolkit.models import ROLES, ModelSpec, describe, embedded_config, local_weights, require_weights
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -70,11 +70,7 @@ def test_parameters_are_those_of_the_built_model(name: str, specs: dict[str, Mod
     for key, parameter in model.named_parameters(remove_duplicate=False):
         storages.setdefault(parameter.untyped_storage().data_ptr(), []).append(key)
     assert spec.tied == tuple(tuple(group) for group in storages.values() if len(group) > 1)
-    assert (
-        spec.elements
-        == sum(p.numel() for p in model.parameters())
-        == sum(spec.elements_of(role) for role in PARAMETER_ROLES)
-    )
+    assert spec.elements == sum(p.numel() for p in model.parameters()) == sum(spec.elements_of(role) for role in ROLES)
     assert spec.architecture == type(model).__name__
     assert spec.kind == ("seq2seq" if name in ("t5", "bart", "mbart") else "causal")
     json.dumps(spec.to_dict())

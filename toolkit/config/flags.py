@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def amount(default: Any, help: str, alias: str = "", joined: bool = False, needs: str = "", **bounds: float) -> Any:
-    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_BOUNDS`.
+    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_COMPARISONS`.
 
     Args:
         default, help, alias, bounds: as above.
@@ -81,12 +81,12 @@ def check_value(owner: type[Any], name: str, value: Any) -> None:
     if kind is float and not math.isfinite(value):
         raise StrategyError(f"{name} {value!r}: expected a finite number.")
     for word, bound in about["bounds"].items():
-        holds, text = _BOUNDS[word]
+        holds, text = _COMPARISONS[word]
         if not holds(value, bound):
             raise StrategyError(f"{name} {value!r}: expected {kind.__name__} {text} {bound:g}.")
 
 
-_BOUNDS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
+_COMPARISONS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
 
 _FIELD_TYPES: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
 

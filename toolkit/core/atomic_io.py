@@ -231,7 +231,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     raise unwritable(path, len(data), why)
 
 
-EVENT_FIGURES: Mapping[str, Any] = {
+EVENT: Mapping[str, Any] = {
     "step": int, "steps": int | float, "attempt": int, "loss": float | int | None, "eval_loss": float | int | None,
     "grad_norm": float | int | None, "lr": float | int | None, "seconds": float | int, "tokens": float | int | None,
     "samples": str, "skipped": bool, "bytes": list,
@@ -252,9 +252,7 @@ def parse_event(line: bytes) -> dict[str, Any]:
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has {len(line):,} bytes, expected {LONGEST_LINE:,} at most")
     event: dict[str, Any] = parse_json(line)
-    check_fields(
-        event, {**EVENT_FIGURES, "bytes": int} if isinstance(event, dict) and "checkpoint" in event else EVENT_FIGURES
-    )
+    check_fields(event, {**EVENT, "bytes": int} if isinstance(event, dict) and "checkpoint" in event else EVENT)
     missing = [name for name in ("step", "seconds") if "loss" in event and name not in event]
     if missing or event.get("step", 0) < 0:
         raise ValueError(f"it has no {missing[0]}" if missing else f"step {event['step']} is below 0")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.errors import DataError, nearest
-from toolkit.data.formats import COLUMN_NAMES, FORMATS, find_format
+from toolkit.data.formats import COLUMNS, FORMATS, find_format
 from toolkit.data.messages import check
 from toolkit.data.readers import LONGEST_TEXT, Table, Text, read_errors
 from toolkit.data.sources import Source
@@ -81,7 +81,7 @@ def documents(
     Args:
         source: from `find_source`.
         text_column: the column of rows that holds a text.
-        columns: `NAME=COLUMN`, several by commas: the column has the meaning of this name of `formats.COLUMN_NAMES`.
+        columns: `NAME=COLUMN`, several by commas: the column has the meaning of this name of `formats.COLUMNS`.
         data_format: a name in `formats.FORMATS`; `auto` finds it by the columns.
         findings: is filled.
 
@@ -103,7 +103,7 @@ def documents(
     empty: list[EmptyFile] = []
     for file in range(len(source.places)):
         try:
-            with read_errors(source.places[file]), source.open(file, COLUMN_NAMES) as data:
+            with read_errors(source.places[file]), source.open(file, COLUMNS) as data:
                 if isinstance(data, Text):
                     if data_format not in ("auto", "text") or renamed.keys() - {"text"}:
                         raise DataError(
@@ -150,7 +150,7 @@ def _rows(
     table: Table, file: int, source: Source, data_format: str, renamed: Mapping[str, str], findings: Findings
 ) -> Iterator[Document]:
     """Yield the rows of a table as documents. The columns decide the format; of JSON, those of the first row."""
-    known = {*COLUMN_NAMES, *renamed.values()}
+    known = {*COLUMNS, *renamed.values()}
     if table.inner and not known & {*table.columns, *(column.strip().casefold() for column in table.columns)}:
         table = table.inner
     used: list[str] = []

@@ -27,9 +27,7 @@ FORMATS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }  # fmt: skip
 """Format → the kind of its documents, and field → its columns; with `?` it may be missing. The first complete one counts."""
 
-COLUMN_NAMES = sorted(
-    {name for _, fields in FORMATS.values() for columns in fields.values() for name in columns.split()}
-)
+COLUMNS = sorted({name for _, fields in FORMATS.values() for columns in fields.values() for name in columns.split()})
 """Names of columns, which `--columns` gives to others."""
 
 PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
@@ -106,15 +104,13 @@ def find_format(columns: Sequence[str], data_format: str, renamed: Mapping[str, 
     Args:
         columns: the table's.
         data_format: a name in `FORMATS`, or `auto`.
-        renamed: name in `COLUMN_NAMES` → the column that has its meaning.
+        renamed: name in `COLUMNS` → the column that has its meaning.
 
     Raises:
         DataError: for a column that is missing or stands twice, and for rows that are not trained on; without a place.
     """
-    if unknown := next((name for name in renamed if name not in COLUMN_NAMES), None):
-        raise DataError(
-            f"--columns: {unknown!r} is unknown.{nearest(unknown, COLUMN_NAMES)} Known: {', '.join(COLUMN_NAMES)}."
-        )
+    if unknown := next((name for name in renamed if name not in COLUMNS), None):
+        raise DataError(f"--columns: {unknown!r} is unknown.{nearest(unknown, COLUMNS)} Known: {', '.join(COLUMNS)}.")
     if missing := next((column for column in renamed.values() if column not in columns), None):
         raise missing_column(missing, columns)
     names = {column.strip().casefold(): column for column in reversed(columns)}

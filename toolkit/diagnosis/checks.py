@@ -24,7 +24,7 @@ from toolkit.diagnosis.libraries import library
 from toolkit.diagnosis.result import Diagnosis, Finding, Outcome, list_abilities
 from toolkit.models.files import first_line
 
-CHECK_LIMIT = 60.0
+LIMIT = 60.0
 """Seconds that one check of a library may take."""
 COMPILE_LIMIT = 900.0
 
@@ -116,9 +116,7 @@ def diagnose(*, compile_ops: bool = False) -> Diagnosis:
     return Diagnosis(findings=tuple(findings), abilities=tuple(list_abilities(findings)))
 
 
-def run_apart(
-    names: Sequence[str], *, each: float = CHECK_LIMIT, stop: threading.Event | None = None
-) -> Iterator[Finding]:
+def run_apart(names: Sequence[str], *, each: float = LIMIT, stop: threading.Event | None = None) -> Iterator[Finding]:
     """Check libraries in a child process. Where a check ends it or hangs, continue in another one.
 
     Args:

@@ -22,10 +22,10 @@ from toolkit.engines.records import Prepared
 from toolkit.exporters.folders import atomic_dir
 from toolkit.exporters.model_files import ModelFiles, check_export_space, skeleton, write_adapter
 from toolkit.exporters.results import (
-    LOGITS_TOLERANCE,
     NO_ROOM,
     OTHER_KERNELS,
     PROBE_TOKENS,
+    TOLERANCE,
     Checked,
     Export,
     SavedTensor,
@@ -39,7 +39,7 @@ from toolkit.exporters.verification import check_attention, check_files, check_o
 from toolkit.models import ModelSpec
 from toolkit.models.files import first_line
 from toolkit.models.hf_loading import config_ties, first_names, quiet_bars
-from toolkit.models.varlen import DOCUMENT_BOUNDS, document_bounds
+from toolkit.models.varlen import BOUNDS, document_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -204,10 +204,8 @@ def verify(
             "the model was not read by `toolkit.load`, so its export cannot be compared. "
             "Make the Accelerator with a spec: `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
-    probe: dict[str, Any] = {
-        name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items() if name not in DOCUMENT_BOUNDS
-    }
-    if DOCUMENT_BOUNDS[0] in batch:
+    probe: dict[str, Any] = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items() if name not in BOUNDS}
+    if BOUNDS[0] in batch:
         probe |= document_bounds(probe["position_ids"])
     prepared.model.eval()
     trained = prepared.job.engine.logits(prepared, probe).float().cpu()
@@ -258,7 +256,7 @@ def _compare(
     except Exception as problem:  # transformers, PEFT and kernels raise exceptions of every type
         lacks = is_open or isinstance(problem, ImportError) or is_out_of_memory(problem)
         return None, (not_compared(problem, folder, opened=lacks),)
-    limit, attention = LOGITS_TOLERANCE[job.compute_dtype], job.strategy.attention
+    limit, attention = TOLERANCE[job.compute_dtype], job.strategy.attention
     if job is prepared.job and place.type == trained_on:
         return error, logits_notes(error, limit)
     how = (

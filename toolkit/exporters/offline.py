@@ -24,7 +24,7 @@ from toolkit.engines.job import Job
 from toolkit.exporters.folders import Source, atomic_dir, check_target, opened_source
 from toolkit.exporters.model_files import ModelFiles, common_dtype, skeleton, source_configs, write_adapter
 from toolkit.exporters.results import (
-    LOGITS_TOLERANCE,
+    TOLERANCE,
     Checked,
     Export,
     SavedTensor,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "bf16", "fp16")
 
 INT8 = 5e-2
-"""`LOGITS_TOLERANCE` over an 8-bit base: its forward rounds activations, too (Dettmers et al. 2022)."""
+"""`TOLERANCE` over an 8-bit base: its forward rounds activations, too (Dettmers et al. 2022)."""
 
 
 @by_name
@@ -159,16 +159,12 @@ def _whole(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> C
     entries, tensors = _write(spec, source.weights, dtype, draft)
     own = common_dtype(entries)
     dtype, notes = dtype or own, []
-    if dtype not in LOGITS_TOLERANCE:
-        raise RunError(
-            f"{source.path} holds weights in {dtype}: expected {', '.join(LOGITS_TOLERANCE)}. Choose a --dtype."
-        )
+    if dtype not in TOLERANCE:
+        raise RunError(f"{source.path} holds weights in {dtype}: expected {', '.join(TOLERANCE)}. Choose a --dtype.")
     if dtype != own:
         notes.append(f"Saved in {dtype}; the checkpoint holds {own}. Logits were compared in {dtype}.")
     error = compare_whole(spec, entries, draft, dtype)
-    return Checked(
-        what="model", error=error, tensors=tensors, notes=(*notes, *logits_notes(error, LOGITS_TOLERANCE[dtype]))
-    )
+    return Checked(what="model", error=error, tensors=tensors, notes=(*notes, *logits_notes(error, TOLERANCE[dtype])))
 
 
 def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> Checked:
@@ -185,7 +181,7 @@ def _merged(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) -> 
     _, tensors = _write(spec, merged(model, job, source, dtype), dtype, draft)
     del model
     error = relative_error(logits_of(spec, draft, dtype)[0], expected)
-    limit = INT8 if source.adapter == "qlora8" else LOGITS_TOLERANCE[by_width[0]]
+    limit = INT8 if source.adapter == "qlora8" else TOLERANCE[by_width[0]]
     if not error <= limit:  # merged weights are new, so only logits can check them
         raise RunError(
             f"the export of {source.path} was removed: its logits differ from the trained model's by {error:.1e} relative, "
@@ -215,7 +211,7 @@ def _adapter(source: Source, spec: ModelSpec, dtype: str | None, draft: Path) ->
     error = None
     if expected is not None:
         error = relative_error(logits(reopen_adapter(model.unload(), draft), spec), expected)
-    notes = logits_notes(error, LOGITS_TOLERANCE[job.compute_dtype])
+    notes = logits_notes(error, TOLERANCE[job.compute_dtype])
     return Checked(what="adapter", error=error, tensors=tensors, notes=notes)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 64
 """The length of the batch on which the logits are compared."""
 
-LOGITS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Relative error of the logits, ‖saved − trained‖ / ‖trained‖, by compute dtype: a few of its roundings."""
 
 OTHER_KERNELS = 10
@@ -71,7 +71,7 @@ class Export(Result):
         return [Table(title="Saved and checked", columns=("what", "value"), rows=rows, notes=self.notes)]
 
 
-QUANTIZATIONS = {
+BITS = {
     "qlora": "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True)",
     "qlora8": "BitsAndBytesConfig(load_in_8bit=True)",
 }
@@ -90,9 +90,7 @@ def load_line(spec: ModelSpec, base: str | None, folder: str, *, adapter: str) -
     auto = auto_class(spec).__name__
     if adapter == "none":
         return f"{auto}.from_pretrained({folder!r})"
-    bits = (
-        f", quantization_config={QUANTIZATIONS[adapter]}" if adapter in QUANTIZATIONS and not spec.quantization else ""
-    )
+    bits = f", quantization_config={BITS[adapter]}" if adapter in BITS and not spec.quantization else ""
     return f"PeftModel.from_pretrained({auto}.from_pretrained({base!r}{bits}), {folder!r})"
 
 

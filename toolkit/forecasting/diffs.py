@@ -24,7 +24,7 @@ SPELL: dict[str, Callable[[float], str]] = {
 }
 """Unit → how a value is written."""
 
-FIGURES: dict[str, tuple[str, Callable[[Forecast], float | None]]] = {
+COMPARED: dict[str, tuple[str, Callable[[Forecast], float | None]]] = {
     "peak": ("bytes", lambda forecast: forecast.peak_bytes),
     **{
         f"{part} at the peak": ("bytes", partial(lambda part, forecast: forecast.parts.get(part), part))
@@ -166,7 +166,7 @@ def diff_forecasts(one: Forecast, other: Forecast) -> ForecastDiff:
         fields=fields,
         differences=tuple(
             Difference(what=what, one=value(one), other=value(other), unit=unit)
-            for what, (unit, value) in FIGURES.items()
+            for what, (unit, value) in COMPARED.items()
             if value(one) or value(other)
         ),
         why=tuple(explain(one, other, labels)),

@@ -121,7 +121,7 @@ class Plan(Result):
         shown = self.ranked if self.whole else self.ranked[:SHOWN_CANDIDATES]
         ranked = _table(
             f"{self.model} on {self.hardware.label}, global batch {self.global_batch}",
-            (*CANDIDATE_COLUMNS, *(costs or ("tokens/s", "step")), "need"),
+            (*PLAN_COLUMNS, *(costs or ("tokens/s", "step")), "need"),
             shown,
             self._notes(len(shown)),
         )
@@ -132,9 +132,7 @@ class Plan(Result):
             self.alternatives,
             [f"Each with its fastest sharding at {batch}. Plan again with the change for all of them."],
         )
-        rejected = (
-            _table("Rejected", (*CANDIDATE_COLUMNS, "why"), self.rejected) if self.whole else self._reasons_table()
-        )
+        rejected = _table("Rejected", (*PLAN_COLUMNS, "why"), self.rejected) if self.whole else self._reasons_table()
         return [table for table in (ranked, alternatives, rejected) if table.rows]
 
     def _notes(self, shown: int) -> list[str]:
@@ -224,7 +222,7 @@ class Plan(Result):
         return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
 
 
-CANDIDATE_COLUMNS = ("sharding", "offload", "recompute", "batch")
+PLAN_COLUMNS = ("sharding", "offload", "recompute", "batch")
 """Columns of every candidate."""
 
 

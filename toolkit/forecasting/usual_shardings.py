@@ -12,7 +12,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Hardware
-from toolkit.forecasting.plans import CANDIDATE_COLUMNS, Plan, plan
+from toolkit.forecasting.plans import PLAN_COLUMNS, Plan, plan
 from toolkit.forecasting.prediction import forecast
 from toolkit.forecasting.search import Candidate, rejection
 from toolkit.models import ModelSpec
@@ -34,7 +34,7 @@ class SideBySide(Result):
 
     def tables(self) -> list[Table]:
         """Return the choice and the usual shardings, a row each."""
-        columns = ("", *CANDIDATE_COLUMNS, "tokens/s", "step", "need", "fits")
+        columns = ("", *PLAN_COLUMNS, "tokens/s", "step", "need", "fits")
         rows = [(name, *(one.cells[column] for column in columns[1:-1]), fits) for name, one, fits in self._rows()]
         return [Table(title=f"{self.plan.model} on {self.plan.hardware.label}", columns=columns, rows=rows)]
 

@@ -50,17 +50,7 @@ LAUNCH_OWNERS: Mapping[str, type[Any]] = {**SECTIONS, "restart_policy": RestartP
 """Owners of the fields that `launch` takes."""
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-LAUNCHER_NAMES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    RUN_DIR,
-    STRATEGY,
-    TOKEN,
-)
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR, STRATEGY, TOKEN)
 """Environment variables of a launcher, by prefix and by name: the rank of a process, and its sharding."""
 
 
@@ -207,9 +197,7 @@ def _sort_options(
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of an Accelerator or a launcher in this process."""
-    return {
-        name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in LAUNCHER_NAMES
-    }
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
 
 
 def _start(folder: Folder, command: Sequence[str], function: bytes, strategy: Strategy | None) -> Run:

@@ -8,7 +8,7 @@ from toolkit.models.files import local_weights as local_weights
 from toolkit.models.files import require_weights as require_weights
 from toolkit.models.resolution import embedded_config as embedded_config
 from toolkit.models.spec import NF4 as NF4
-from toolkit.models.spec import PARAMETER_ROLES as PARAMETER_ROLES
+from toolkit.models.spec import ROLES as ROLES
 from toolkit.models.spec import ModelSpec as ModelSpec
 from toolkit.models.spec import MoE as MoE
 from toolkit.models.spec import Parameter as Parameter

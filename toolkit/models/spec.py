@@ -21,7 +21,7 @@ CACHE = "specs"
 NF4 = "4-bit nf4"
 """bitsandbytes' 4 bits with double quantization, as QLoRA packs weights (`ModelSpec.quantization`)."""
 
-PARAMETER_ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
+ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
 """The roles of parameters. In a repeated layer, all others than experts, routers and norms are `layer`."""
 
 
@@ -205,9 +205,7 @@ class ModelSpec(Result):
             "quantized": self.quantization and f"{self.quantization}, in the files",
             "code of its own": self.trusted and f"is run, revision {self.trusted}",
         }
-        members = {
-            role: [parameter for parameter in self.parameters if parameter.role == role] for role in PARAMETER_ROLES
-        }
+        members = {role: [parameter for parameter in self.parameters if parameter.role == role] for role in ROLES}
         rows = [
             (role, f"{count:,}", f"{count / self.elements:.1%}", format_bytes(sum(map(self.file_bytes, parameters))))
             for role, parameters in {**members, "total": self.parameters}.items()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 VARLEN = "varlen"
 """Its name among transformers' attention functions."""
 
-DOCUMENT_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of transformers' flash kernels: beginnings of documents, and the longest document's tokens."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -29,7 +29,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def document_bounds(position_ids: Tensor) -> dict[str, Any]:
-    """Return `DOCUMENT_BOUNDS` of one row [1, tokens] on the host. Each document's positions begin at 0.
+    """Return `BOUNDS` of one row [1, tokens] on the host. Each document's positions begin at 0.
 
     Without them transformers reads the positions from the device in every layer, and waits for it
     (modeling_flash_attention_utils.py, `_is_packed_sequence`, `prepare_fa_kwargs_from_position_ids`).
@@ -40,7 +40,7 @@ def document_bounds(position_ids: Tensor) -> dict[str, Any]:
     starts = (position_ids[0] == 0).nonzero().flatten()
     ends = pad(starts, (0, 1), value=position_ids.shape[1]).to(torch.int32)
     longest = int(ends.diff().max())
-    return dict(zip(DOCUMENT_BOUNDS, (ends, ends, longest, longest), strict=True))
+    return dict(zip(BOUNDS, (ends, ends, longest, longest), strict=True))
 
 
 def register_varlen() -> None:
@@ -73,11 +73,9 @@ def varlen_attention(
     from transformers.integrations.flash_attention import get_target_dtype
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if kwargs.get(DOCUMENT_BOUNDS[0]) is None:
+    if kwargs.get(BOUNDS[0]) is None:
         if attention_mask is not None and not attention_mask.numel():
-            raise ValueError(
-                f"varlen attention needs the bounds of joined documents in the batch: {', '.join(DOCUMENT_BOUNDS)}"
-            )
+            raise ValueError(f"varlen attention needs the bounds of joined documents in the batch: {', '.join(BOUNDS)}")
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -89,7 +87,7 @@ def varlen_attention(
         value = pad(value, (0, query.shape[-1] - size))
     dtype = get_target_dtype(query, module) if query.is_cuda else None
     rows = [tensor[0].transpose(0, 1).to(dtype or tensor.dtype) for tensor in (query, key, value)]
-    bounds = [kwargs[name] for name in DOCUMENT_BOUNDS]
+    bounds = [kwargs[name] for name in BOUNDS]
     window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
     output = _kernel(query.is_cuda)(*rows, *bounds, scale=scaling, window_size=window, enable_gqa=True)
     return output[None, ..., :size], None

@@ -44,9 +44,7 @@ LABELS = {
 }
 """Control → its label, and its help where that is not the field's. Another field's label is its name."""
 
-FIELD_METADATA = {
-    field.name: field.metadata for owner in (Strategy, TrainConfig) for field in dataclasses.fields(owner)
-}
+METADATA = {field.name: field.metadata for owner in (Strategy, TrainConfig) for field in dataclasses.fields(owner)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +242,11 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
         longest = min(131_072, max((spec.max_positions or 131_072) for spec in state.models.values()))
         values = _counts(min(128, longest), longest, state.batch.seq_len, value)
     else:
-        values = tuple(word for word in FIELD_METADATA[field]["values"] if word not in FIELD_METADATA[field]["later"])
+        values = tuple(word for word in METADATA[field]["values"] if word not in METADATA[field]["later"])
     return Choice(
         name=name,
         label=label,
-        help=help or FIELD_METADATA[field]["help"],
+        help=help or METADATA[field]["help"],
         values=values,
         value=value,
         group="" if kind != "compare" or field not in SHARDED else "second" if name != field else "first",

@@ -29,7 +29,7 @@ ABOUT = (
 )  # fmt: skip
 """Keys of `run.json` that a report's JSON repeats."""
 
-WIDE_COLUMNS = 4
+WIDE = 4
 """Columns above which a table scrolls on a small screen."""
 
 GENERATOR = markup('<meta name="generator" content="accelerate-toolkit">')
@@ -187,6 +187,4 @@ def _html_parts(section: Section) -> tuple[list[Any], list[tuple[str, Any]]]:
     """Return a section's figures, and its other tables, each with its title if it is wide."""
     figures = [markup(figure(table.picture, table)) for table in section.tables if table.picture]
     plain = [table for table in section.tables if not table.picture]
-    return figures, [
-        (table.title if len(table.columns) > WIDE_COLUMNS else "", markup(table.html())) for table in plain
-    ]
+    return figures, [(table.title if len(table.columns) > WIDE else "", markup(table.html())) for table in plain]

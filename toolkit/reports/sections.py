@@ -38,7 +38,7 @@ OUTCOMES = (
 )  # fmt: skip
 """Fields that are always shown; others appear if they differ from their defaults."""
 
-MOST_ROWS, MOST_FIGURES, MOST_LETTERS = 200, 12, 1_000
+ROWS, MOST_FIGURES, CELL = 200, 12, 1_000
 """The most rows of a table, figures of `tk.log` in it, and characters of a cell."""
 
 SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -48,7 +48,7 @@ SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 """Figures of a step that have columns, each with its title."""
 
-RECIPE_FIGURES = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
+KNOWN = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
 """The recipe's figures of a step."""
 
 
@@ -88,11 +88,11 @@ def sections_of(run: RunRecord) -> list[Section]:
 
 
 def _bounded(table: Table) -> Table:
-    """Return a table of at most `MOST_ROWS` rows, with short cells: a folder may have been written by anybody."""
+    """Return a table of at most `ROWS` rows, with short cells: a folder may have been written by anybody."""
     rows = [*table.rows]
-    notes = [f"{MOST_ROWS} of {len(rows):,} rows are shown."] if len(rows) > MOST_ROWS else []
-    shown = (table.columns, table.notes[:MOST_ROWS], *rows[:MOST_ROWS])
-    lines = ([shorten(str(cell), MOST_LETTERS) for cell in line] for line in shown)
+    notes = [f"{ROWS} of {len(rows):,} rows are shown."] if len(rows) > ROWS else []
+    shown = (table.columns, table.notes[:ROWS], *rows[:ROWS])
+    lines = ([shorten(str(cell), CELL) for cell in line] for line in shown)
     columns, own, *cells = lines
     return replace(table, columns=columns, rows=cells, notes=[*own, *notes])
 
@@ -285,9 +285,7 @@ def _steps(run: RunRecord) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
-    spellings |= {
-        name: (name, "{:.4g}".format) for name in [name for name in last if name not in RECIPE_FIGURES][:MOST_FIGURES]
-    }
+    spellings |= {name: (name, "{:.4g}".format) for name in [name for name in last if name not in KNOWN][:MOST_FIGURES]}
 
     def cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
         if name not in event or _is_counted(event):

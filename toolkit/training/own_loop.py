@@ -22,7 +22,7 @@ else:
 
 
 class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
-    """Backward, clipping and step of prepared models and optimizers. An engine whose library steps has `Engine.own_loop`."""
+    """Backward, clipping and step of prepared models and optimizers. A library that steps has `Engine.own_loop`."""
 
     def __init__(self, job: Job, **options: Any) -> None:
         self.job = job

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 
-SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
+SUM_BITS = {"bfloat16": 8, "float16": 11}
 """Significant bits of a sum."""
 
 FLOOR = 2**20
@@ -177,9 +177,7 @@ class DeepSpeed(ZeroForecast, ZeroState):
         dtype = accumulation_dtype(job)
         if not job.precision.mixed or dtype == "float32":
             return note
-        return (
-            f"{note}; gradients add up in {dtype}: {SIGNIFICANT_BITS[dtype]} bits round the sum after each micro-batch"
-        )
+        return f"{note}; gradients add up in {dtype}: {SUM_BITS[dtype]} bits round the sum after each micro-batch"
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""

@@ -60,10 +60,7 @@ def _unsupported_reasons(spec: ModelSpec, tp: int) -> Iterator[str]:
         (spec.moe is not None, "it has experts, and only dense models run so far"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
-        (
-            odd,
-            f"its plan has the style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, ROWWISE, SUMMED))} are known",
-        ),
+        (odd, f"its plan has style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, ROWWISE, SUMMED))} are known"),
     ):
         if refused:
             yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
