@@ -153,6 +153,8 @@ def test_what_cuda_itself_takes_counts_by_named_terms() -> None:
     tight = dataclasses.replace(alone, limit_bytes=alone.needed_bytes - 1)
     assert tight.peak_bytes < tight.limit_bytes
     assert not tight.fits
+    limits = (alone.needed_bytes, alone.needed_bytes / 0.95 + 1)
+    assert [dataclasses.replace(alone, limit_bytes=limit).leaves(0.05) for limit in limits] == [False, True]
     assert "outside the allocator" in tight.reason
     fsdp = resolve(Strategy(sharding="fsdp"), job.train_config, job.spec, 2, job.device)
     assert "communication buffers" in forecast_job(fsdp, hardware("2x A100-80GB")).context

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.core.errors import DataError, NotFinite
+from toolkit.core.errors import DataError, NotFinite, StrategyMismatch
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.records import Prepared
@@ -224,3 +224,13 @@ def test_an_evaluation_ends_at_its_next_look_at_the_stop_signal(run: dict[str, A
 def test_a_step_in_which_nothing_is_trained_is_refused(run: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"step 1: none of its labels is trained\. Samples: here"):
         steps(run, [batch(trained=False)] * 4, samples=lambda step: "here")
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(run: dict[str, Any]) -> None:
+    """It would set the rates of parameters that nothing trains."""
+    import torch
+
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    schedule = torch.optim.lr_scheduler.ConstantLR(other)
+    with pytest.raises(StrategyMismatch, match=r"its scheduler has set \[0\.1"):
+        next(train(run["ours"], [batch()] * 4, schedule))
