@@ -521,6 +521,19 @@ def test_a_request_for_an_adapter_that_the_model_lacks_is_refused(make: Callable
         ours.prepare(*linear())
 
 
+def test_an_engine_from_elsewhere_may_clip_with_the_accelerator(make: Callable[..., Any]) -> None:
+    """In the toolkit's own loop no call of the Accelerator's tells one step from the next."""
+    ours = make(TrainConfig(max_grad_norm=1.0))
+    ours.own_loop = False
+    model, optimizer = ours.prepare(*linear())
+    for factor in (3, 5):
+        optimizer.zero_grad()
+        (factor * model(torch.ones(1, 4, device=ours.device))).sum().backward()
+        assert float(ours.clip_grad_norm_(model.parameters(), 1.0)) == 2 * factor
+        optimizer.step()
+        torch.testing.assert_close(model.weight.grad.norm().item(), 1.0)
+
+
 def test_a_sparse_gradient_trains_where_nothing_is_clipped(make: Callable[..., Any]) -> None:
     ours, model = make(None), torch.nn.EmbeddingBag(8, 4, sparse=True)
     model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

@@ -99,7 +99,7 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Unscale once a step; `step` unscales what the loop has not."""
         if self.sync_gradients and not self._unscaled:
             super().unscale_gradients(optimizer)
-            self._unscaled = True
+            self._unscaled = self.own_loop
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -160,7 +160,9 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         Returns:
             Their norm before; None for sparse gradients without a limit.
         """
-        if id(optimizer) not in self._norms:
+        if (
+            id(optimizer) not in self._norms or not self.own_loop
+        ):  # an engine from elsewhere may clip so; it calls it once
             self.unscale_gradients()
             parameters, limit = self.parameters_of(optimizer), self.job.train_config.max_grad_norm
             if not limit and any(each.grad is not None and each.grad.is_sparse for each in parameters):

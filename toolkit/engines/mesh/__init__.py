@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Mesh(Engine):
     """`--tp N` with `none`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plan over N ranks, inside each data-parallel rank.
 
-    The inner engine answers for the local job: without tensor parallelism, with this rank's shapes (`local_job`). It is an object and
-    no base class, since its own calls have to see the local job alone. What it changes in `Engine` holds here too, unless this
+    The inner engine answers for the local job: without tensor parallelism, with this rank's shapes (`local_job`). It is an object
+    and no base class, since its own calls have to see the local job alone. What it changes in `Engine` holds here too, unless this
     class has its own: `__init__` copies those attributes, so that an engine that changes another one is not forgotten.
     """
 
