@@ -37,7 +37,8 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     run = tk.attach(folder)
     until(lambda: run.progress.step >= 5)
     assert run.status == "running"
-    assert run.strategy.sharding == "ddp"
+    assert (run.strategy.sharding, run.strategy.activation_checkpointing) == ("ddp", "none")
+    assert "activation checkpointing: none, the fastest that leaves 5%" in run.logs(0)
     assert len(run.metrics) >= 5
     assert run.progress.steps == 4000
     assert len(run.progress.bytes_per_rank) == 2
@@ -58,7 +59,7 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     assert (folder / f"checkpoints/step-{steps:08d}/manifest.json").exists()
 
     again = tk.resume(run, steps=steps + 2).wait()
-    assert again.status == "finished"
+    assert (again.status, again.strategy.activation_checkpointing) == ("finished", "none")
     assert list(again.metrics["step"] if hasattr(again.metrics, "columns") else []) == list(range(1, steps + 3))
     assert again.message == ""
     assert tk.attach(folder).status == "finished"

@@ -50,16 +50,40 @@ FOUR: list[Key] = [
 ]
 """Cells that four ranks run, too."""
 
+KEYS = {ranks: [key for key in CELLS if RANKS.get(key[0], 2) == ranks and possible(key)] for ranks in (1, 2, 4)}
+KEYS[4] += FOUR
+
+
+RECOMPUTED = [
+    {"sharding": sharding, "adapter": adapter, "precision": "fp32", "activation_checkpointing": policy}
+    for sharding, adapter in itertools.product(("ddp", "zero2", "zero3", "fsdp"), ("none", "lora", "qlora"))
+    for policy in ("none", "attention", "selective", "every:2")
+]
+"""Cells of two ranks: of each engine and adapter the first recomputes nothing."""
+
+Gave = dict[int, list[dict[str, Any]]]
+
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Key, dict[str, Any]]]:
-    """What each cell that the table has gave, by the number of ranks that ran it."""
+def gave(tmp_path_factory: pytest.TempPathFactory) -> Gave:
+    """What the cells of `KEYS` gave, by the number of ranks that ran them; after those of two ranks, `RECOMPUTED`."""
     root = tmp_path_factory.mktemp("matrix")
-    folder = tiny.llama(root / "llama")
-    keys = {ranks: [key for key in CELLS if RANKS.get(key[0], 2) == ranks and possible(key)] for ranks in (1, 2, 4)}
-    keys[4] += FOUR
-    gave = tiny.run_cells({ranks: [words(key) for key in own] for ranks, own in keys.items()}, folder, root)
-    return {ranks: dict(zip(own, gave[ranks], strict=True)) for ranks, own in keys.items()}
+    cells = {ranks: [words(key) for key in own] for ranks, own in KEYS.items()}
+    cells[2] += RECOMPUTED
+    return tiny.run_cells(cells, tiny.llama(root / "llama"), root)
+
+
+@pytest.fixture(scope="module")
+def runs(gave: Gave) -> dict[int, dict[Key, dict[str, Any]]]:
+    """What each cell that the table has gave, by the number of ranks that ran it."""
+    return {ranks: dict(zip(own, gave[ranks], strict=False)) for ranks, own in KEYS.items()}
+
+
+def test_recomputed_activations_are_those_that_were_kept(gave: Gave) -> None:
+    results = gave[2][-len(RECOMPUTED) :]
+    for cell, result, plain in zip(RECOMPUTED, results, [one for one in results[::4] for _ in range(4)], strict=True):
+        assert result["losses"] == pytest.approx(plain["losses"], rel=1e-6), cell
+        assert result["norms"] == pytest.approx(plain["norms"], rel=1e-5), cell
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.dist
 SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}
 TP = {"tp": 2}
 BOTH = {"tp": 2, "sharding": "fsdp"}
+SELECTIVE, ATTENTION, SECOND = ({"activation_checkpointing": word} for word in ("selective", "attention", "every:2"))
 
 Gave = dict[tuple[int, str], dict[str, Any]]
 
@@ -46,17 +47,17 @@ def gave(root: Path) -> Gave:
             2,
             [
                 cell("llama", "llama", TP, into="tp", saves=[2], export="llama-tp"),
-                cell("qwen3", "qwen3", TP, export="qwen3-tp"),
+                cell("qwen3", "qwen3", {**TP, **SELECTIVE}, export="qwen3-tp"),
                 cell("to fsdp", "llama", {"sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[3]),
-                cell("and back", "llama", TP, **{"from": "fsdp/step-00000003"}),
+                cell("and back", "llama", {**TP, **ATTENTION}, **{"from": "fsdp/step-00000003"}),
             ],
         ),
         (
             4,
             [
-                cell("llama", "llama", BOTH, export="llama-both"),
+                cell("llama", "llama", {**BOTH, **SELECTIVE}, export="llama-both"),
                 cell("qwen3", "qwen3", {**BOTH, "sharding": "fsdp_grad_op"}, export="qwen3-both"),
-                cell("to both", "llama", BOTH, **{"from": "fsdp/step-00000003"}),
+                cell("to both", "llama", {**BOTH, **SECOND}, **{"from": "fsdp/step-00000003"}),
             ],
         ),
     ]

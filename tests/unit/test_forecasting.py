@@ -25,6 +25,8 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import ModelError
 from toolkit.core.units import GiB
 from toolkit.data.rows import column_names
+from toolkit.devices.machine import Hardware
+from toolkit.engines.job import Job
 from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.resolution import resolve
 from toolkit.engines.states import checkpoint_bytes
@@ -33,7 +35,7 @@ from toolkit.forecasting import fake_kernels, memory, traced_model, traces, trac
 from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.plans import Plan
-from toolkit.forecasting.prediction import PROCESS
+from toolkit.forecasting.prediction import PROCESS, fastest_checkpointing, forecast_job
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.search import Candidate, rank_key
 from toolkit.forecasting.timing import EFFICIENT
@@ -440,8 +442,63 @@ def test_what_cannot_be_forecast_is_said(strategy: Strategy, on: str, ranks: int
 def test_a_class_without_activation_checkpointing_is_refused_before_a_launch() -> None:
     spec = describe(OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256))
     with pytest.raises(StrategyError, match="OpenAIGPTLMHeadModel has no activation checkpointing"):
-        forecast(spec, Strategy(), "T4", TrainConfig(seq_len=64))
-    assert forecast(spec, Strategy(activation_checkpointing="none"), "T4", TrainConfig(seq_len=64)).fits
+        forecast(spec, Strategy(activation_checkpointing="full"), "T4", TrainConfig(seq_len=64))
+    assert forecast(spec, Strategy(), "T4", TrainConfig(seq_len=64)).strategy.activation_checkpointing == "none"
+
+
+POLICIES = ("none", "selective", "attention", "full")
+
+
+def test_a_policy_keeps_less_than_the_faster_one_before() -> None:
+    """Eight layers, 4 x 256 tokens: the peak over the weights, and all operations."""
+    shape = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+    spec = describe(config("llama", 8, **shape, vocab_size=512))
+    peaks, flops = {}, {}
+    for policy in (*POLICIES, "every:2"):
+        step = split_segments(trace(spec, traced_as(activation_checkpointing=policy), batch=4, seq_len=256))
+        peaks[policy] = peak(step)
+        flops[policy] = sum(size for segment in step for _, size in segment.flops)
+    assert [*peaks.values()][:4] == sorted([*peaks.values()][:4], reverse=True)
+    assert peaks["selective"] < 0.45 * peaks["none"]
+    assert flops["selective"] < 0.905 * flops["full"]
+    assert peaks["none"] / 2 < peaks["every:2"] < 0.6 * peaks["none"]
+    assert flops["every:2"] - flops["none"] == (flops["full"] - flops["none"]) / 2
+
+
+def test_auto_is_the_fastest_policy_that_leaves_room() -> None:
+    spec, machine = llama3(1024, 4096, 8, 8), hardware("1x H100-80GB")
+    train_config = TrainConfig(seq_len=2048, micro_batch=4)
+
+    def job_on(free: float, policy: str) -> tuple[Job, Hardware]:
+        on = dataclasses.replace(machine, device=dataclasses.replace(machine.device, free_bytes=round(free)))
+        return resolve(Strategy(activation_checkpointing=policy), train_config, spec, 1, on.device), on
+
+    made = [forecast_job(*job_on(80e9, policy)) for policy in POLICIES]
+    times = [one.step_seconds for one in made]
+    assert times == sorted(times)  # type: ignore[type-var]
+    for number, one in enumerate(made):
+        chosen = fastest_checkpointing(*job_on(one.needed_bytes / 0.949, "full"))
+        assert chosen
+        assert chosen.strategy.activation_checkpointing == POLICIES[number]
+    assert fastest_checkpointing(*job_on(made[-1].needed_bytes / 0.951, "full")) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"activation_checkpointing": "attention", "attention": "eager"}, "no operator to keep. .* full"),
+        (
+            {"activation_checkpointing": "selective", "sharding": "zero3"},
+            "adds biases to products in place.* attention",
+        ),
+        ({"activation_checkpointing": "every:1"}, "'every:1' is unknown"),
+        ({"activation_checkpointing": "every:K"}, "'every:K' is unknown"),
+    ],
+)
+def test_a_policy_that_cannot_run_is_refused(fields: dict[str, str], said: str) -> None:
+    spec = describe(transformers.Qwen2Config(**SHAPE, num_hidden_layers=2, vocab_size=256))
+    with pytest.raises(StrategyError, match=said):
+        resolve(Strategy(**fields), TrainConfig(), spec, 1 + ("sharding" in fields), hardware("2x cpu").device)
 
 
 def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:

@@ -57,7 +57,6 @@ def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: st
         (Strategy, {"precision": "fp8"}),
         (Strategy, {"offload": "nvme"}),
         (Strategy, {"offload": "superoffload"}),
-        (Strategy, {"activation_checkpointing": "selective"}),
         (TrainConfig, {"optimizer": "adamw8bit"}),
         (TrainConfig, {"optimizer": "adafactor"}),
     ],

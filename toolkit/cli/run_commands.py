@@ -31,7 +31,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.reports import reported
     from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
     from toolkit.run_folder.run_lock import new_token
-    from toolkit.training.preflight import run_preflight
+    from toolkit.training.preflight import choose_checkpointing, run_preflight
     from toolkit.training.setup import choose_ranks, print_default
 
     restart_policy = read(RestartPolicy, flags)
@@ -44,7 +44,9 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     strategy, machine = read(Strategy, flags), hardware()
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
-    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
+    preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
+    preflight, strategy = choose_checkpointing(preflight, run_config, strategy, machine)
+    environ = preflight.rank_environment
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         print_default(ranks, machine, flags.processes)
@@ -113,7 +115,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.run_json import read_run_json
     from toolkit.run_folder.run_lock import new_token
-    from toolkit.training.preflight import run_preflight
+    from toolkit.training.preflight import choose_checkpointing, run_preflight
     from toolkit.training.resumption import finished, merge_config
     from toolkit.training.setup import check_ranks
 
@@ -135,7 +137,11 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         print(message, file=sys.stderr)
         return _result(path)
     check_ranks(machine, ranks)
-    environ = run_preflight(run_config, strategy, train_config, ranks, machine.device).rank_environment
+    preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
+    preflight, strategy = choose_checkpointing(preflight, run_config, strategy, machine)
+    environ = preflight.rank_environment
+    if "activation_checkpointing" in new[Strategy]:
+        new[Strategy]["activation_checkpointing"] = strategy.activation_checkpointing
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
         words = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
         config = accelerate_config(strategy, ranks)

@@ -16,14 +16,13 @@ ADAPTERS = ("none", "lora", "dora", "qlora", "qlora8")
 PRECISION_WORDS = ("auto", *PRECISIONS, "fp8")
 ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
-ACTIVATION_CHECKPOINTINGS = ("full", "none", "selective")
+ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
 UNUSED_PARAMETERS = ("refuse", "find")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
     "offload": ("nvme", "superoffload"),
     "precision": ("fp8",),
-    "activation_checkpointing": ("selective",),
     "optimizer": ("adamw8bit", "adafactor"),
 }
 """Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
@@ -187,10 +186,10 @@ class Strategy(Result):
     )
     attention: str = choice("auto", ATTENTION_WORDS, "auto: the best installed kernel for this dtype and device")
     activation_checkpointing: str = choice(
-        "full",
+        "auto",
         ACTIVATION_CHECKPOINTINGS,
-        "full: recompute each layer in the backward",
-        LATER["activation_checkpointing"],
+        "full: recompute each layer in the backward; attention: all but attention; selective: nor every second product; "
+        "every:2: every second layer; auto: train takes the fastest that leaves 5% of the memory, all else full",
     )
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
@@ -264,6 +263,12 @@ class Strategy(Result):
         """The fewest ranks on which every dimension does something."""
         data = {"none": 1, "hybrid": 2 * self.dp_replicate}.get(SHARDINGS[self.sharding].data_parallel, 2)
         return data * self.tp * self.cp * self.pp
+
+    @property
+    def recomputed_share(self) -> float:
+        """The share of the layers that the backward computes again, in whole or in part."""
+        word, _, every = self.activation_checkpointing.partition(":")
+        return 1 / int(every) if every else float(word != "none")
 
     @property
     def quantized(self) -> bool:

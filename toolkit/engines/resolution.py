@@ -31,7 +31,11 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         raise StrategyError(
             f"precision {precision!r}: {device.name} does not compute bf16. Choose precision 'fp16', or 'fp32'."
         )
-    strategy = dataclasses.replace(strategy, precision=precision, attention=attention)
+    checkpointing = strategy.activation_checkpointing
+    if checkpointing == "auto":
+        checkpointing = "full" if spec is None or spec.checkpointed else "none"
+    fields: dict[str, Any] = {"precision": precision, "attention": attention, "activation_checkpointing": checkpointing}
+    strategy = dataclasses.replace(strategy, **fields)
     if train_config.lr is None:
         kind = "adapter" if strategy.adapter != "none" else "all"
         kind = "embedded" if spec is not None and spec.name == EMBEDDED else kind

@@ -22,10 +22,11 @@ from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
 from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
-from toolkit.forecasting.result import Forecast
+from toolkit.forecasting.result import MARGIN, Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
 from toolkit.models import ModelSpec, describe
 from toolkit.transforms.adapters import check_quantized
+from toolkit.transforms.checkpointing import FASTEST
 
 
 @by_name
@@ -197,6 +198,20 @@ def forecast_job(
         without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
         result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
     return result
+
+
+def fastest_checkpointing(job: Job, machine: Hardware, **options: Any) -> Job | None:
+    """Return the job with the fastest activation checkpointing that leaves 5% of the memory, or None where none does.
+
+    `options` are those of `forecast_job`. Policies are tried in the order of their time, so most jobs need one trace.
+    """
+    for policy in FASTEST:
+        with contextlib.suppress(ToolkitError):
+            strategy = dataclasses.replace(job.strategy, activation_checkpointing=policy)
+            other = resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
+            if forecast_job(other, machine, **options).leaves(MARGIN):
+                return other
+    return None
 
 
 def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:

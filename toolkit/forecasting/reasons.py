@@ -149,7 +149,8 @@ def _state_causes(less: _Side, more: _Side, part: str) -> Iterator[str]:
 def _setting_causes(less: _Side, more: _Side) -> Iterator[str]:
     """Yield the settings that reduce activations."""
     fields = [{**vars(side.job.strategy), **vars(side.job.train_config)} for side in (less, more)]
-    verb = "recomputes" if fields[0]["activation_checkpointing"] == "full" else "does not recompute"
+    policies = [values["activation_checkpointing"] for values in fields]
+    verb = "does not recompute" if policies[0] == "none" else "recomputes" + " more of" * (policies[1] != "none")
     for name, words in SETTING_SENTENCES.items():
         if fields[0][name] != fields[1][name]:
             yield words.format(fields[0][name], fields[1][name], verb)

@@ -242,7 +242,8 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
         longest = min(131_072, max((spec.max_positions or 131_072) for spec in state.models.values()))
         values = _counts(min(128, longest), longest, state.batch.seq_len, value)
     else:
-        values = tuple(word for word in METADATA[field]["values"] if word not in METADATA[field]["later"])
+        words = (word for word in METADATA[field]["values"] if word not in METADATA[field]["later"] and ":" not in word)
+        values = tuple(dict.fromkeys((*words, value)))
     return Choice(
         name=name,
         label=label,

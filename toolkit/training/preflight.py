@@ -37,6 +37,7 @@ from toolkit.engines.resolution import resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.exporters.generation import encode
 from toolkit.forecasting import Forecast, forecast_job
+from toolkit.forecasting.prediction import fastest_checkpointing
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.chat_template import spell_remarks
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
@@ -223,18 +224,38 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
     try:
         if preflight.job.strategy.adapter != "none":
             import peft  # noqa: F401 - loading needs it, too, and with it the trace needs no child process
-        result = forecast_job(
-            preflight.job,
-            machine,
-            one_document=one_document(
-                preflight.rows, preflight.job.train_config, dp_size=preflight.job.parallelism.dp_size
-            ),
-            save=run_config.save,
-            num_checkpoints=run_config.count_checkpoints(preflight.job.train_config.total_steps, start),
-        )
+        result = forecast_job(preflight.job, machine, **_forecast_options(preflight, run_config, start))
         return dataclasses.replace(preflight, forecast=result)
     except Exception as error:  # a run trains without a forecast, too
         return dataclasses.replace(preflight, unforecast=str(error))
+
+
+def choose_checkpointing(
+    preflight: Preflight, run_config: RunConfig, strategy: Strategy, machine: Hardware
+) -> tuple[Preflight, Strategy]:
+    """Choose an activation checkpointing in the place of `auto`, with a note: see `fastest_checkpointing`."""
+    if strategy.activation_checkpointing != "auto":
+        return preflight, strategy
+    job, why = None, "none leaves 5% of a rank's memory by the forecast"
+    try:
+        job = fastest_checkpointing(preflight.job, machine, **_forecast_options(preflight, run_config))
+    except Exception as error:  # a run trains without a forecast, too
+        why = f"without a forecast: {error}"
+    why, job = ("the fastest that leaves 5% of a rank's memory", job) if job else (why, preflight.job)
+    policy = job.strategy.activation_checkpointing
+    notes = (*preflight.notes, f"activation checkpointing: {policy}, {why}")
+    strategy = dataclasses.replace(strategy, activation_checkpointing=policy)
+    return dataclasses.replace(preflight, job=job, notes=notes), strategy
+
+
+def _forecast_options(preflight: Preflight, run_config: RunConfig, start: int = 0) -> dict[str, Any]:
+    """Return what `forecast_job` takes of the data and the saves of a run."""
+    train_config = preflight.job.train_config
+    return {
+        "one_document": one_document(preflight.rows, train_config, dp_size=preflight.job.parallelism.dp_size),
+        "save": run_config.save,
+        "num_checkpoints": run_config.count_checkpoints(train_config.total_steps, start),
+    }
 
 
 def random_model(folder: str | Path, config: Any) -> str:

@@ -143,8 +143,8 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     assert spec is not None
     tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
-    repeated = 2 if job.strategy.activation_checkpointing == "full" else 1
-    summed = gathered = backward = 0
+    repeated = 1 + job.strategy.recomputed_share
+    summed = gathered = backward = 0.0
     for name, shape in _weights(spec):
         style = style_of(name, spec.tp_plan)
         if style == ROWWISE:
