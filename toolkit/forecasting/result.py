@@ -112,7 +112,7 @@ class Forecast(Result):
         """Return whether a rank's need leaves this share of its limit, and the host's is within its memory.
 
         The one judge of what fits: a plan and the choices of `auto` give `MARGIN`, `fits` (and advice by it) gives none. It is a
-        method of its own because `fits` is an attribute and a key of the JSON: of a method `if forecast.fits:` would always be true.
+        method of its own because `fits` is an attribute and a key of the JSON: a method `forecast.fits` would always be true.
         """
         return self.needed_bytes <= (1 - margin) * self.limit_bytes and not self.host_lacks
 
