@@ -155,15 +155,15 @@ def row(name: str, one: dict[str, Any], ratio: str = "") -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Measure, show, write; 1 where the memory is over the limit."""
+    """Measure both parts. Return 1 where the memory is over the limit."""
     flags = parser(__doc__)
     flags.add_argument(
-        "--megabytes", type=float, default=4_000, help="of the file for the memory (default: %(default)s)"
+        "--megabytes", type=float, default=4_000, help="of the file for the memory, 0 for none (default: %(default)s)"
     )
     flags.add_argument(
         "--speed-megabytes", type=float, default=100, help="of those for the speed (default: %(default)s)"
     )
-    flags.add_argument("--pairs", type=int, default=5, help="for the speed (default: %(default)s)")
+    flags.add_argument("--pairs", type=int, default=5, help="for the speed, 0 for none (default: %(default)s)")
     flags.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder, free for 7 times the file"
     )
@@ -175,24 +175,44 @@ def main() -> int:
         child(options.child, Path(options.file), options.chat)
         return 0
     options.work.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {**about(), "limit_bytes": LIMIT, "speed": {}}
+    status = 0
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         path = Path(folder) / "corpus.jsonl"
-        write_corpus(path, round(options.megabytes * 1e6), chat=False)
-        large = result["memory"] = measure("ours", path, False)
-        rows = [row("text", large)]
-        for kind in ("text", "conversations"):
-            chat = kind == "conversations"
-            write_corpus(path, round(options.speed_megabytes * 1e6), chat)
-            pairs = [{side: measure(side, path, chat) for side in SIDES} for _ in range(options.pairs)]
-            ratio = statistics.median(pair["datasets.map"]["seconds"] / pair["ours"]["seconds"] for pair in pairs)
-            result["speed"][kind] = {"ratio": ratio, "pairs": pairs}
-            rows.append(row(kind, pairs[0]["ours"], f"{ratio:.2f}"))
+        if options.megabytes:
+            status = memory_part(path, round(options.megabytes * 1e6), options.results)
+        if options.pairs:
+            speed_part(path, round(options.speed_megabytes * 1e6), options.pairs, options.results)
+    return status
+
+
+def memory_part(path: Path, size: int, results: Path) -> int:
+    """Prepare one large file, show, write. Return 1 where its memory is over the limit."""
+    write_corpus(path, size, chat=False)
+    measured = measure("ours", path, False)
+    show("data_corpus_memory", {"limit_bytes": LIMIT, "memory": measured}, [row("text", measured)], results)
+    return int(measured["resident"] > LIMIT)
+
+
+def speed_part(path: Path, size: int, pairs: int, results: Path) -> None:
+    """Prepare both kinds of rows on both sides in turn, show, write."""
+    speed: dict[str, Any] = {}
+    rows = []
+    for kind in ("text", "conversations"):
+        chat = kind == "conversations"
+        write_corpus(path, size, chat)
+        measured = [{side: measure(side, path, chat) for side in SIDES} for _ in range(pairs)]
+        ratio = statistics.median(pair["datasets.map"]["seconds"] / pair["ours"]["seconds"] for pair in measured)
+        speed[kind] = {"ratio": ratio, "pairs": measured}
+        rows.append(row(kind, measured[0]["ours"], f"{ratio:.2f}"))
+    show("data_corpus_speed", {"speed": speed}, rows, results)
+
+
+def show(name: str, result: dict[str, Any], rows: list[tuple[str, ...]], results: Path) -> None:
+    """Print and write a table and its result."""
     columns = ("rows", "file", "seconds", "speed / datasets.map", "resident", "proportional")
     table = Table(title="Preparing a large file", columns=columns, rows=rows)
     print(table.text())
-    write_results(options.results, "data_corpus", "Preparing a large file", result, table.text())
-    return int(large["resident"] > LIMIT)
+    write_results(results, name, "Preparing a large file", {**about(), **result}, table.text())
 
 
 if __name__ == "__main__":

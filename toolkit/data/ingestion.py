@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DOCUMENTS_FORMAT = 5
 """Version of the cached documents. Raise it when their columns or checks change."""
 
-BATCH_DOCUMENTS, BATCH_BYTES = 2_000, 4 << 20
+BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 20
 """A record batch of the Arrow file ends at either of them; a process tokenizes one at a time."""
 
 

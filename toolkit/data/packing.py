@@ -129,7 +129,8 @@ def _packed(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
                 yield text
                 text = _Row(seq_len)
         if document.atomic:
-            row = next((row for row in waiting if row.left >= min(size, seq_len)), None)
+            need = min(size, seq_len)
+            row = next((row for row in waiting if row.left >= need), None)
             if row is None:
                 if len(waiting) == OPEN_ROWS:
                     yield waiting.pop(waiting.index(min(waiting, key=attrgetter("left"))))

@@ -27,7 +27,7 @@ from toolkit.data.files import Document
 from toolkit.data.ingestion import Batch, Contents
 from toolkit.models.chat_template import ChatTemplate, Rendered
 
-BATCH_TEXTS, BATCH_CHARACTERS = 256, 2**19
+BATCH_TEXTS, BATCH_CHARACTERS = 512, 2**20
 """Texts that are given to the tokenizer at once end at either: it takes some 160 bytes for each character."""
 
 _TRIMS = b'"trim_offsets":true'

@@ -90,11 +90,12 @@ class ChatTemplate:
             problem = "no token to train on, since the chat template renders nothing"
             raise DataError(f"{where}: {problem}. Give another with --chat-template FILE.")
         self._check_tools(text, messages, tools, where)
-        marks = self._marks(text, messages, tools)
+        unique = unique_contents(text, messages)
+        marks = self._marks(text, messages, tools) if unique is None else unique
         if marks is not None and not marks and any(message.get("content") for message in messages):
             problem = "the chat template renders none of the texts"
             raise DataError(f"{where}: {problem}. Give another with --chat-template FILE.")
-        remarks = set() if marks is None else set(dropped(messages, marks))
+        remarks = set() if marks is None or unique else set(dropped(messages, marks))
         if not mask:
             if weightless:
                 problem = f"message {weightless[0]} has weight 0, and --no-mask-prompts trains everything"
@@ -181,8 +182,6 @@ class ChatTemplate:
 
     def _marks(self, text: str, messages: Messages, tools: Mapping[str, Any]) -> Marks | None:
         """Return where contents lie in `text`; of the assistant's messages alone, if the template looks at the others."""
-        if (unique := unique_contents(text, messages)) is not None:
-            return unique
         mark = next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
         for roles in (None, "assistant"):
             marked = [
