@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.core.atomic_io import shorten_value, unique_names
 from toolkit.core.errors import DataError
-from toolkit.data.readers import LONGEST, check_size
+from toolkit.data.readers import check_size
 
 _ROLES = {
     "user": "user human prompter", "assistant": "assistant gpt model bot chatbot ai chatgpt function_call",
@@ -54,7 +54,7 @@ def _message(value: Any, name: str, unused: dict[str, None]) -> dict[str, Any]:
         and value["role"] in ("user", "assistant", "system", "tool")
         and _is_text(value["content"])
     ):
-        return {"role": value["role"], "content": _check_text(value["content"], name)}
+        return {"role": value["role"], "content": check(value["content"], str, name)}
     message: dict[str, Any] = {}
     # The templates' own names come first: where a message has two names of a field, theirs counts.
     for key, item in sorted(value.items(), key=lambda pair: pair[0] not in MESSAGE_FIELDS.values()):
@@ -137,14 +137,10 @@ def check(value: Any, kind: Any, what: str) -> Any:
         names = " or ".join(TYPES[each.__name__] for each in getattr(kind, "__args__", (kind,)))
         expected = f"{names}{' that is not empty' * (kind is not dict)}"
         raise DataError(f"{what} is {actual}, expected {expected}. Correct or remove the row.")
-    return _check_text(value, what) if kind is str else value
-
-
-def _check_text(text: str, what: str) -> str:
-    if len(text) > LONGEST or not text.isascii():
-        check_size(len(text), what)
-        _check_encodable(text, what)
-    return text
+    if kind is str:
+        check_size(len(value), what)
+        _check_encodable(value, what)
+    return value
 
 
 def _check_encodable(text: str, what: str) -> None:

@@ -122,14 +122,13 @@ class _Row:
 def _packed(documents: Iterable[Encoded], seq_len: int) -> Iterator[_Row]:
     text, waiting = _Row(seq_len), list[_Row]()
     for document in documents:
-        at, size = 0, len(document.ids)
+        at, size, need = 0, len(document.ids), min(len(document.ids), seq_len)
         while not document.atomic and at < size:
             at += text.put(document, at)
             if not text.left:
                 yield text
                 text = _Row(seq_len)
         if document.atomic:
-            need = min(size, seq_len)
             row = next((row for row in waiting if row.left >= need), None)
             if row is None:
                 if len(waiting) == OPEN_ROWS:
