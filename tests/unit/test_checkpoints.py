@@ -541,12 +541,12 @@ policy.wait()
 def fill(left):
     with open(disk / "filler", "ab") as file:
         file.write(bytes(shutil.disk_usage(disk).free - left))
-fill(checkpoint_writer.SLACK // 2)
+fill(checkpoint_writer.CHECKPOINT_OVERHEAD // 2)
 try:
     policy.save(2)
 except CheckpointError as error:
     print("CHECKED", error)
-checkpoint_writer.SLACK = 0  # as if the disk had become full after the check
+checkpoint_writer.CHECKPOINT_OVERHEAD = 0  # as if the disk had become full after the check
 checkpoint_writer.check_space = lambda *told: None
 fill(size // 2)
 policy.save(2)

@@ -189,7 +189,7 @@ class Strategy(Result):
         "auto",
         ACTIVATION_CHECKPOINTINGS,
         "full: recompute each layer in the backward; attention: all but attention; selective: nor every second product; "
-        "every:2: every second layer; auto: train takes the fastest that leaves 5% of the memory, all else full",
+        "every:2: every second layer; auto: train takes the fastest that leaves 5%% of the memory, all else full",
     )
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
