@@ -100,7 +100,7 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         super().backward(loss, **options)
         norm = self.clip(self._optimizers[0])
         # A step that DeepSpeed skipped for its norm is no step, and the loop may leave `step` out.
-        self._took_step = self.sync_gradients and (norm is None or math.isfinite(norm))
+        self._took_step = self.own_loop and self.sync_gradients and (norm is None or math.isfinite(norm))
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `backward` takes no step."""
