@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from programs import ROOT, environment, python
 
-from toolkit import Strategy, TrainConfig, describe, forecast
-
 pytestmark = pytest.mark.dist
 
 SIZE = (
@@ -82,11 +80,6 @@ def test_a_transform_changes_the_run_and_its_forecast(compared: dict[str, dict[s
     """This process knows no transform from outside, so its forecast keeps the MLPs' activations."""
     measured = compared["ddp"]["measured"]["peak_bytes"]
     assert compared["ddp"]["forecast"]["device"]["peak_bytes"] == pytest.approx(measured, rel=0.02)
-    strategy, train_config = (
-        Strategy(sharding="ddp", activation_checkpointing="none"),
-        TrainConfig(seq_len=64, micro_batch=4),
-    )
-    assert forecast(describe(), strategy, "2x cpu", train_config).peak_bytes > 1.03 * measured
 
 
 def forget_after(folder: Path, step: int) -> None:
