@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -282,6 +283,7 @@ def replace_weights(model: Any) -> None:
 
 
 def resize(model: Any) -> None:
+    copy.deepcopy(model)  # a reference model, with all values
     model.resize_token_embeddings(263, mean_resizing=False)
 
 
@@ -316,6 +318,7 @@ UNUSED = {
     "some steps": lambda step, rank: step % 2 == 0,
     "one rank": lambda step, rank: rank == 0,
     "scalar": lambda step, rank: True,
+    "one parameter": lambda step, rank: True,
 }
 """Whether a step of a rank uses the second layer of a module of the user's own."""
 
@@ -342,6 +345,8 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
     def train(accelerator: Any) -> list[float]:
         torch.manual_seed(3)
         module, losses, draw = Module(), [], torch.Generator().manual_seed(7)
+        for layer in (module.first, module.second):
+            layer.requires_grad_(case != "one parameter")
         model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
         for module.step in range(4):
             inputs = torch.randn(BATCH, 16, generator=draw).split(BATCH // count)[accelerator.process_index]
@@ -506,6 +511,7 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
     if sharding in ("ddp", "zero3"):  # the others take no model without its optimizer
         accelerator.prepare(torch.nn.Linear(4, 4))
     model = AutoModelForCausalLM.from_pretrained(folder)
+    whole_shapes = [each.numel() for each in model.parameters() if each.dim() > 1]
     model.model.embed_tokens.requires_grad_(False)
     model.model.norm.register_buffer("shift", torch.full((64,), 0.5 + rank, device=model.device))
     model.model.norm.register_forward_hook(lambda module, _, hidden: hidden + module.shift)
@@ -522,7 +528,7 @@ def own(folder: str, sharding: str, count: int) -> dict[str, Any]:
         figures += [mean(loss.detach()), float(norm)]
     kept = [name for name in accelerator.get_state_dict(model) if name.endswith("shift")]
     accelerator.end_training()
-    return {"figures": figures, "said": said, "kept": kept}
+    return {"figures": figures, "said": said, "kept": kept, "whole_shapes": whole_shapes}
 
 
 def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> dict[str, Any]:
@@ -783,6 +789,29 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
                 next(model.parameters()).clamp_(-1, 1)
             accelerator.backward(model(input_ids=ids, labels=ids).loss)
 
+    def backward(owner: Any = model) -> None:
+        optimizer.zero_grad()
+        accelerator.backward(owner(input_ids=ids, labels=ids).loss)
+
+    def gradients_read() -> None:
+        backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    def rates_between() -> None:
+        optimizer.step()
+        backward()
+        optimizer.param_groups[0]["lr"] *= 2
+        optimizer.step()
+
+    def hook() -> None:
+        weight = next(model.parameters())
+        handle = weight.register_hook(lambda gradient: gradient * 0)
+        try:
+            backward()
+            optimizer.step()
+        finally:
+            handle.remove()
+
     def accumulation() -> None:
         steps = accelerator.gradient_accumulation_steps
         accelerator.gradient_accumulation_steps = 5
@@ -813,6 +842,12 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         "second_optimizer": second_optimizer,
         "plain_backward": plain_backward,
         "written": written,
+        "not_called": lambda: (backward(accelerator.unwrap_model(model)), optimizer.step()),
+        "gradients_read": gradients_read,
+        "hook": hook,
+        "rates_between": rates_between,
+        "own_backward": lambda: model(input_ids=ids, labels=ids).loss.backward(),
+        "rows": lambda: accelerator.prepare(torch.utils.data.DataLoader(ids.cpu(), batch_size=None)),
         "other_rates": other_rates,
     }
     found = {}

@@ -66,6 +66,14 @@ def test_what_an_engine_cannot_do_is_refused_in_a_sentence(found: dict[str, dict
         assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
         assert ("optimizer.step() came without accelerator.backward(loss)" in said["plain_backward"]) == deepspeed
         assert ("embed_tokens.weight was written after prepare" in said["written"]) == deepspeed
+        assert ("a gradient was read after accelerator.backward" in said["gradients_read"]) == deepspeed
+        assert ("embed_tokens.weight has a hook on its gradient" in said["hook"]) == (
+            SHARDINGS[sharding].engine == "fsdp"
+        )
+        assert ("were set after accelerator.backward" in said["rates_between"]) == deepspeed
+        assert ("torch.autograd.grad goes through the model" in said["own_backward"]) == deepspeed
+        assert ("the prepared model was not called since the last one" in said["not_called"]) == (sharding == "ddp")
+        assert ("a DataLoader with batch_size=None" in said["rows"]) == (sharding != "none")
         assert ("tk.TrainConfig(accumulation=5)" in said["accumulation"]) == deepspeed
         assert "Call prepare for each: first the trained one" in said["two_models"] or sharding in ("none", "ddp")
         if sharding == "ddp":
@@ -88,6 +96,7 @@ def test_a_model_of_ones_own_trains_the_same_under_every_sharding(found: dict[st
         result = found[sharding]["own"]
         assert result["figures"] == pytest.approx(reference["figures"], rel=1e-5), sharding
         assert len(result["kept"]) == 1, sharding
+        assert result["whole_shapes"] == reference["whole_shapes"], sharding
         (line,) = (line for line in result["said"] if "bytes and dtypes were not compared" in line)
         assert "(the first difference: model.embed_tokens.weight)" in line, sharding
 
@@ -128,7 +137,8 @@ def test_parameters_without_a_gradient_train_as_in_one_process_or_are_named(foun
     cases = {sharding: found[sharding]["unused"] for sharding in ("none", "ddp", "zero2", "zero3", "fsdp")}
     for sharding, ours in cases.items():
         reference = cases["none"]
-        assert ours["class token"]["refuse"] == pytest.approx(reference["class token"]["refuse"], rel=1e-5), sharding
+        for case in ("class token", "one parameter"):
+            assert ours[case]["refuse"] == pytest.approx(reference[case]["refuse"], rel=1e-5), (sharding, case)
         for case in ("never", "some steps", "one rank"):
             for word, losses in ours[case].items() if "find" in ours[case] else ():
                 if word == "find" and case != "one rank":

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from ranks import build
 from transformers import AutoModelForCausalLM
 
+from toolkit.config.run_config import RunConfig
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import CheckpointError, RunError
 from toolkit.devices import machine
@@ -23,6 +25,7 @@ from toolkit.exporters.verification import fits, read_base, reopen
 from toolkit.models import describe
 from toolkit.training.metrics import evaluate
 from toolkit.training.preparation import prepared
+from toolkit.training.rank_run import RankRun
 from toolkit.training.setup import accelerator
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -96,6 +99,11 @@ def test_saving_is_tried_before_the_first_step(
     ):
         with pytest.raises(RunError, match=said):
             try_save(ours, words, place)
+        run: Any = RankRun.__new__(RankRun)  # the recipe: no checkpoint is read, and no attempt committed
+        run.config, run.folder = RunConfig(save=True), SimpleNamespace(export=place)
+        run.preflight = SimpleNamespace(tokenizer=words)
+        with pytest.raises(RunError, match=said):
+            run.restore(ours, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
 
 

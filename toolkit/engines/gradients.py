@@ -16,9 +16,8 @@ _WATCHES: WeakKeyDictionary[Any, GradientWatch] = WeakKeyDictionary()
 
 
 def watch_gradients(job: Job, model: torch.nn.Module) -> None:
-    """Watch a prepared model, unless one process or DDP's own search takes parameters without a gradient as they come."""
-    engine = job.engine
-    if job.ranks > 1 and not (engine.needs_every_gradient and job.strategy.unused_parameters == "find"):
+    """Watch a prepared model on several ranks."""
+    if job.ranks > 1:
         _WATCHES[model] = GradientWatch(job, model)
 
 
@@ -29,7 +28,7 @@ def check_gradients(accelerator: Any, loss: torch.Tensor) -> None:
         StrategyError: for a parameter that would be trained otherwise than in one process, by its name.
     """
     reached = _reached_parameters(loss) if _WATCHES else set()
-    for note in filter(None, [watch.check(reached) for watch in _WATCHES.values()]):
+    for note in filter(None, [watch.check(model, reached) for model, watch in _WATCHES.items()]):
         accelerator.print(note)
 
 
@@ -46,6 +45,10 @@ class GradientWatch:
         self._names: dict[int, str] = {}
         self._frozen: dict[int, str] = {}
         self._first: set[str] | None = None
+        self._called = False
+        """DDP: a forward of the prepared model since the last backward that was reduced."""
+        if self._refuses:
+            model.register_forward_pre_hook(self._note_call)
         self._note(model, "")
         for name, part in model.named_modules():
             if issubclass(type(part), FSDPModule):  # its forward uses gathered parameters, which exist from then on
@@ -56,7 +59,12 @@ class GradientWatch:
             trained = self._names if each.requires_grad else self._frozen
             trained[id(each)] = name.removeprefix("module.")
 
-    def check(self, reached: set[int]) -> str | None:
+    def _note_call(self, model: Any, _: Any) -> None:
+        import torch
+
+        self._called |= torch.is_grad_enabled() and model.require_backward_grad_sync
+
+    def check(self, model: Any, reached: set[int]) -> str | None:
         """Compare the parameters that a backward reaches with the first backward's. The first is a collective.
 
         Returns:
@@ -68,6 +76,16 @@ class GradientWatch:
         if unfrozen := sorted(name for key, name in self._frozen.items() if key in reached and key not in self._names):
             raise StrategyError(self._sentence(unfrozen[0], "gets a gradient, and it was frozen in prepare"))
         if not names:  # the loss is another model's
+            return None
+        if self._refuses and model.require_backward_grad_sync:  # not in `no_sync`
+            if not self._called:
+                raise StrategyError(
+                    f"accelerator.backward reaches {min(names)}, and the prepared model was not called since the last one. DDP "
+                    "would average none of these gradients over the ranks. Call the model that prepare returned, not a part of it "
+                    "or what unwrap_model returns, and add losses to one for one accelerator.backward."
+                )
+            self._called = False
+        if self._refuses and self._strategy.unused_parameters == "find":  # DDP's own search
             return None
         missing = sorted({*self._names.values()} - names)
         first, self._first = self._first, names if self._first is None else self._first

@@ -22,6 +22,7 @@ from toolkit.training.model_checks import (
     check_adapter,
     check_copies,
     check_divisible,
+    check_hooks,
     check_optimizers,
     check_uniform,
 )
@@ -95,6 +96,14 @@ class AuditedPrepare(OwnLoop):
 
     def prepare_data_loader(self, *args: Any, **options: Any) -> Any:
         """Prepare as Accelerate does. `save_state` saves what the order of the rows is drawn from."""
+        from torch.utils.data import IterableDataset
+
+        given = args[0] if args else options["data_loader"]
+        if self.num_processes > 1 and given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
+            raise StrategyError(
+                "a DataLoader with batch_size=None gives rows, and Accelerate divides batches among the ranks. Give batch_size=1, "
+                "with a collate_fn that returns the row."
+            )
         loader = super().prepare_data_loader(*args, **options)
         if name := epoch_order.follow(loader):
             self.print(
@@ -183,6 +192,7 @@ class AuditedPrepare(OwnLoop):
         check_adapter(self.job.strategy, model)
         check_uniform(self.job, model)
         check_divisible(self.job, model)
+        check_hooks(self.job, model)
         check_copies(model)
         engine.before_prepare(self.job, model)
         checkpoint_in_training_only(model)

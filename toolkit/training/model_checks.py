@@ -87,6 +87,18 @@ def check_uniform(job: Job, model: torch.nn.Module) -> None:
         raise StrategyMismatch(f"trained parameters have several dtypes: {named}. Cast them to one before prepare.")
 
 
+def check_hooks(job: Job, model: torch.nn.Module) -> None:
+    """Refuse hooks on gradients under FSDP, which calls none: it reduces outside of autograd."""
+    # Under TP transformers' own lie on the gathered parameters, which FSDP calls.
+    shards = job.strategy.engine == "fsdp" and job.strategy.tp == 1
+    for name, each in model.named_parameters() if shards else ():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:
+            raise StrategyError(
+                f"{name} has a hook on its gradient, and FSDP would not call it. Change {name}.grad after "
+                "accelerator.backward(loss), or choose sharding 'ddp' or 'zero2'."
+            )
+
+
 def check_divisible(job: Job, model: torch.nn.Module) -> None:
     """Refuse parameters that the sharding engines cannot divide: scalars, and those without elements."""
     sharding = job.strategy.sharding

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from toolkit.core.errors import NotFinite, StrategyError, StrategyMismatch
 from toolkit.engines.gradients import check_gradients, watch_gradients
 from toolkit.engines.job import Job
+from toolkit.training.model_checks import check_hooks
 from toolkit.training.run_log import begin, count_step
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
             if self.sync_gradients:
+                check_hooks(self.job, self.model_of(optimizer))  # FSDP has its shards back
                 for scheduler in self._schedulers if len(self._optimizers) == 1 else ():
                     check_rates(optimizer, scheduler.scheduler)
                 self.check_step(self.clip(optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -128,6 +129,12 @@ class StreamedWeights:
         """
         self._places = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         model.streamed_weights = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedWeights:
+        """Return the same files for a copy of the model. `copy.deepcopy` has copied its parameters."""
+        other = copy.copy(self)
+        other._places = {id(memo[key]): (name, memo[key]) for key, (name, _) in self._places.items() if key in memo}
+        return other
 
     def defer(self) -> None:
         """Let a script use the parameters as if they had their values. Packed ones stay as they are."""

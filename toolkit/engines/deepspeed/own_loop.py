@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import StrategyError
@@ -23,8 +24,14 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
     _took_step: bool | None = None
     """Whether DeepSpeed took a step in the last `backward`; None where none was called since the loop's last step."""
+    _rates: Sequence[float] = ()
+    """Learning rates of that step."""
     _versions: Mapping[str, int] = {}
     """How often a loop has written each weight."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        defer_pretrained()
 
     def one_optimizer(self) -> str:
         """Return the sharding: DeepSpeed's engine steps one optimizer."""
@@ -51,9 +58,16 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         return result
 
     def watch(self, model: Any) -> None:
-        """Watch the weights, too."""
+        """Watch the weights, too, and who reads gradients."""
+        import torch
+
         super().watch(model)
         self._check_written()
+        model._backward_prologue = _only_in_backward(model, model._backward_prologue)
+        taken_class().stepped = False
+        for parameter in model.module.parameters() if self.own_loop else ():
+            if type(parameter) is torch.nn.Parameter:
+                parameter.__class__ = taken_class()
 
     def load_state(self, *args: Any, **options: Any) -> None:
         """Load as Accelerate does, which writes the weights."""
@@ -97,10 +111,14 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 "Give tk.TrainConfig(accumulation=…), and write `with accelerator.accumulate(model):` around each micro-batch."
             )
         self._check_written()
+        taken_class().stepped = False
         super().backward(loss, **options)
         norm = self.clip(self._optimizers[0])
         # A step that DeepSpeed skipped for its norm is no step, and the loop may leave `step` out.
-        self._took_step = self.own_loop and self.sync_gradients and (norm is None or math.isfinite(norm))
+        finite = norm is None or math.isfinite(norm)
+        self._took_step = taken_class().stepped = self.own_loop and self.sync_gradients and finite
+        self._rates, self._versions = self._rates_now(), {}
+        self._check_written()  # DeepSpeed's own writes count in a single parameter
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `backward` takes no step."""
@@ -130,8 +148,16 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 f"optimizer.step() came without accelerator.backward(loss), and sharding {self.job.strategy.sharding!r} trains "
                 "nothing after loss.backward(). Write accelerator.backward(loss)."
             )
-        self._took_step = None
+        if self._took_step and (rates := self._rates_now()) != self._rates:
+            raise StrategyError(
+                f"the learning rates {rates} were set after accelerator.backward, in which DeepSpeed has stepped with "
+                f"{self._rates}. Set them before accelerator.backward, or after optimizer.step()."
+            )
+        self._took_step = taken_class().stepped = None
         super().check_step(norm)
+
+    def _rates_now(self) -> list[float]:
+        return [group["lr"] for group in self._optimizers[0].param_groups]
 
     def _check_written(self) -> None:
         """Refuse weights that the loop has written: DeepSpeed steps its masters, and copies them over the weights."""
@@ -144,3 +170,57 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                 "steps masters of its own. Write weights before prepare, load them with accelerator.load_state, or choose sharding "
                 "'ddp' or 'fsdp'."
             )
+
+
+@cache
+def taken_class() -> Any:
+    """Return the class of parameters with gradients that nobody may read or change after the backward that stepped."""
+    import torch
+
+    slot: Any = torch.Tensor.grad
+
+    def grad(parameter: Any) -> Any:
+        if taken.stepped:
+            raise StrategyError(
+                "a gradient was read after accelerator.backward, in which DeepSpeed has stepped: it has none any more, and a "
+                "change would be lost. Clip with accelerator.clip_grad_norm_, change gradients in a hook (p.register_hook), or "
+                "choose sharding 'ddp' or 'fsdp'."
+            )
+        return slot.__get__(parameter)
+
+    # `stepped`: until the loop's `optimizer.step()`.
+    taken: Any = type("Parameter", (torch.nn.Parameter,), {"stepped": False, "grad": property(grad, slot.__set__)})
+    return taken
+
+
+def _only_in_backward(engine: Any, upstream: Callable[[], None]) -> Callable[[], None]:
+    """Return DeepSpeed's beginning of a backward, which refuses one that is not `accelerator.backward`'s."""
+
+    def prologue() -> None:
+        if not engine._running_engine_backward:
+            raise StrategyError(
+                "loss.backward() or torch.autograd.grad goes through the model, and DeepSpeed would reduce gradients in it. Write "
+                "accelerator.backward(loss). Gradient penalties need sharding 'none' or 'ddp'."
+            )
+        upstream()
+
+    return prologue
+
+
+@cache
+def defer_pretrained() -> None:
+    """Let models that a script reads under ZeRO-3 have shapes and values until `prepare`, as those of `toolkit.load` have."""
+    from accelerate.state import AcceleratorState
+    from transformers import PreTrainedModel
+
+    upstream: Any = PreTrainedModel.from_pretrained
+
+    @wraps(upstream)
+    def read(cls: Any, *args: Any, **options: Any) -> Any:
+        result = upstream.__func__(cls, *args, **options)
+        for owner in AcceleratorState._shared_state.get("owners", ()) if isinstance(result, PreTrainedModel) else ():
+            if isinstance(owner, ZeroLoop) and not owner.ended:
+                owner.job.engine.defer_values(owner.job, result)
+        return result
+
+    setattr(PreTrainedModel, "from_pretrained", classmethod(read))  # noqa: B010

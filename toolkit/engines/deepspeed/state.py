@@ -83,12 +83,13 @@ class ZeroState(Engine):
         """Gather a partitioned parameter when a script uses it. `preparing` partitions it again."""
         if stage_of(job.strategy) == 3:
             parts = ((name, each) for name, each in model.named_parameters() if hasattr(each, "ds_tensor"))
-            defer(parts, lambda _, parameter: parameter.all_gather())
+            defer(parts, _gather)
 
     @contextmanager
     def preparing(self, job: Job, model: torch.nn.Module) -> Iterator[None]:
         """Partition what the script gathered, assigned or added since `zero.Init`, with rank 0's values."""
         import torch
+        from accelerate import PartialState
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         end_deferral(model)
@@ -103,6 +104,7 @@ class ZeroState(Engine):
                         f"{name} was given a tensor of shape {list(parameter.shape)}, and it has {list(parameter.ds_shape)}. "
                         "Replace the module or the parameter."
                     )
+                parameter.data = parameter.data.to(PartialState().device)
                 broadcast(parameter)
                 parameter.ds_status = ZeroParamStatus.AVAILABLE
                 parameter.partition(has_been_updated=True)
@@ -230,6 +232,12 @@ def masters_of(optimizer: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)
+
+
+def _gather(_: str, parameter: Any) -> None:
+    """Gather a parameter on the host, where other engines have it: a script's generators are the host's, too."""
+    parameter.all_gather()
+    parameter.data = parameter.data.cpu()
 
 
 def _device(offload: Any) -> str:
