@@ -47,7 +47,7 @@ class GradientWatch:
         self._first: set[str] | None = None
         self._called = False
         """DDP: a forward of the prepared model since the last backward that was reduced."""
-        if self._refuses:
+        if hasattr(model, "require_backward_grad_sync"):
             model.register_forward_pre_hook(self._note_call)
         self._note(model, "")
         for name, part in model.named_modules():
@@ -77,7 +77,7 @@ class GradientWatch:
             raise StrategyError(self._sentence(unfrozen[0], "gets a gradient, and it was frozen in prepare"))
         if not names:  # the loss is another model's
             return None
-        if self._refuses and model.require_backward_grad_sync:  # not in `no_sync`
+        if getattr(model, "require_backward_grad_sync", False):  # DDP, not in `no_sync`
             if not self._called:
                 raise StrategyError(
                     f"accelerator.backward reaches {min(names)}, and the prepared model was not called since the last one. DDP "
