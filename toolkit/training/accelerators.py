@@ -99,7 +99,8 @@ class AuditedPrepare(OwnLoop):
         from torch.utils.data import IterableDataset
 
         given = args[0] if args else options["data_loader"]
-        if self.num_processes > 1 and given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
+        divides = self.num_processes > 1 and not getattr(given, "_is_accelerate_prepared", False)
+        if divides and given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
             raise StrategyError(
                 "a DataLoader with batch_size=None gives rows, and Accelerate divides batches among the ranks. Give batch_size=1, "
                 "with a collate_fn that returns the row."
