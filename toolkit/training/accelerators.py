@@ -94,18 +94,17 @@ class AuditedPrepare(OwnLoop):
         self.register_save_state_pre_hook(lambda models, weights, folder: epoch_order.save(self, folder))
         self.register_load_state_pre_hook(lambda models, folder: epoch_order.load(self, folder))
 
-    def prepare_data_loader(self, *args: Any, **options: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """Prepare as Accelerate does. `save_state` saves what the order of the rows is drawn from."""
         from torch.utils.data import IterableDataset
 
-        given = args[0] if args else options["data_loader"]
-        divides = self.num_processes > 1 and not getattr(given, "_is_accelerate_prepared", False)
-        if divides and given.batch_sampler is None and not isinstance(given.dataset, IterableDataset):
+        divides = self.num_processes > 1 and not getattr(data_loader, "_is_accelerate_prepared", False)
+        if divides and data_loader.batch_sampler is None and not isinstance(data_loader.dataset, IterableDataset):
             raise StrategyError(
                 "a DataLoader with batch_size=None gives rows, and Accelerate divides batches among the ranks. Give batch_size=1, "
                 "with a collate_fn that returns the row."
             )
-        loader = super().prepare_data_loader(*args, **options)
+        loader = super().prepare_data_loader(data_loader, *args, **options)
         if name := epoch_order.follow(loader):
             self.print(
                 f"prepare: {name} has no torch.Generator as `generator`, and no `set_epoch`. An epoch that is resumed in its "
