@@ -63,8 +63,7 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
 
         super().watch(model)
         self._check_written()
-        model._backward_prologue = _only_in_backward(model, model._backward_prologue)
-        taken_class().stepped = False
+        model._backward_prologue, taken_class().stepped = _only_in_backward(model, model._backward_prologue), False
         for parameter in model.module.parameters() if self.own_loop else ():
             if type(parameter) is torch.nn.Parameter:
                 parameter.__class__ = taken_class()
