@@ -18,6 +18,7 @@ ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
 UNUSED_PARAMETERS = ("refuse", "find")
+LOSSES = ("auto", "chunked", "whole")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -190,6 +191,11 @@ class Strategy(Result):
         ACTIVATION_CHECKPOINTINGS,
         "full: recompute each layer in the backward; attention: all but attention; selective: nor every second product; "
         "every:2: every second layer; auto: train takes the fastest that leaves 5%% of the memory, all else full",
+    )
+    loss: str = choice(
+        "auto",
+        LOSSES,
+        "chunked: the head computes the loss without whole logits; auto: chunked where whole logits take much memory",
     )
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)

@@ -15,7 +15,7 @@ from toolkit.core.phases import phase
 from toolkit.core.units import BYTES_OF
 from toolkit.devices.machine import Device
 from toolkit.engines.job import Job
-from toolkit.engines.losses import loss_kind, loss_sum
+from toolkit.engines.losses import loss_kind, loss_sum, with_trained
 from toolkit.engines.optimizer_step import OptimizerStep, to_device
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.shards import Shard
@@ -282,6 +282,8 @@ class Engine(OptimizerStep):
     def _loss_sum(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Copy a batch to the device and run the forward."""
         kind = loss_kind(prepared.job, prepared.model)
+        if prepared.job.strategy.loss == "chunked":
+            batch = with_trained(batch)
         with masks_known_from(batch):
             return loss_sum(prepared.model, to_device(batch, prepared.accelerator.device), kind)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import StrategyError
@@ -11,8 +13,42 @@ from toolkit.engines.job import Job
 if TYPE_CHECKING:
     import torch
 
+
+@dataclass
+class HeadCall:
+    """A forward's labels, for a head that computes the loss itself (`transforms/chunked_loss.py`)."""
+
+    labels: torch.Tensor
+    """[b, s], shifted."""
+    trained: torch.Tensor | None
+    """Positions of the trained ones in the flat labels; None where the host does not know them."""
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Set by the head: takes what the model returned as its logits, returns the loss sum."""
+
+
+HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("HEAD_CALL", default=None)
+
+LOGITS_BYTES, LARGE = 12, 0.05
+"""Bytes of a whole logit in training (measured on an H200 in bf16: 11.5), and the share of memory from which `auto` avoids them."""
+
+OWN_LOGITS = ("chameleon", "inkling", "inkling2", "prophetnet")
+"""Models that change single logits, or call the head for several tokens ahead: `auto` leaves theirs whole."""
+
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names in configs of the load-balancing loss's weight."""
+
+
+def resolve_loss(job: Job) -> str:
+    """Return `chunked` or `whole`. `auto` is chunked on a CPU, and on a GPU where whole logits are large beside the states."""
+    spec, word = job.spec, job.strategy.loss
+    if word != "auto":
+        return word
+    if spec is None or spec.runs_code or spec.config.get("model_type") in OWN_LOGITS:
+        return "whole"
+    state = job.engine.expected_state(job)
+    logits = LOGITS_BYTES * job.train_config.micro_batch * job.train_config.seq_len * spec.vocab
+    small = logits < LARGE * (logits + state.parameters + state.master + (state.optimizer or 0))
+    return "whole" if small and job.device.kind == "cuda" else "chunked"
 
 
 def loss_kind(job: Job, model: Any) -> str:
@@ -27,23 +63,38 @@ def loss_kind(job: Job, model: Any) -> str:
     return "causal" if causal else "own"
 
 
+def with_trained(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Add the trained positions of a batch on the host, which need not wait for the device to find them."""
+    labels = batch["labels"]
+    return batch if labels.device.type != "cpu" else {**batch, "trained": (labels.flatten() != -100).nonzero()[:, 0]}
+
+
 def loss_sum(model: Any, batch: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
     """Run a forward and return the sum of the cross-entropy over the trained positions, in fp32.
 
     Args:
         model: returns logits [b, s, vocabulary].
-        batch: its inputs, and `labels` [b, s] as `shift_labels` makes them; -100 is not trained.
+        batch: its inputs, and `labels` [b, s] as `shift_labels` makes them; -100 is not trained. `trained` may hold the trained
+            positions among the flat labels.
         kind: see `loss_kind`. A sequence-to-sequence model makes its decoder's input from the labels, and its loss is ignored.
             Of `own`, the loss that the model returns is taken for the mean over the trained positions.
 
     Raises:
         StrategyError: for an output without a loss or logits, and for a model that adds a loss of another kind.
     """
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels" or kind != "causal"}
-    output, labels = model(**inputs, use_cache=False), batch["labels"]
+    outside = ("trained", "labels") if kind == "causal" else ("trained",)
+    inputs = {name: tensor for name, tensor in batch.items() if name not in outside}
+    labels = batch["labels"]
     if kind == "own":
-        return _mean(model, output) * (labels != -100).sum()
-    return cross_entropy_sum(output.logits, labels) + _auxiliary(model, output, labels)
+        return _mean(model, model(**inputs, use_cache=False)) * (labels != -100).sum()
+    call = HeadCall(labels, batch.get("trained"))
+    token = HEAD_CALL.set(call)
+    try:
+        output = model(**inputs, use_cache=False)
+    finally:
+        HEAD_CALL.reset(token)
+    loss = call.finish(output.logits) if call.finish else cross_entropy_sum(output.logits, labels)
+    return loss + _auxiliary(model, output, labels)
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ _BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 _engines: dict[str, Engine] = {}
 """Engines that were used or registered, by name."""
 
-_BUILT_IN_TRANSFORMS = {"activation_checkpointing": "checkpointing", "adapter": "adapters"}
+_BUILT_IN_TRANSFORMS = {"activation_checkpointing": "checkpointing", "adapter": "adapters", "loss": "chunked_loss"}
 """Name → its module in `toolkit.transforms`, in the order of their use. Others come after them."""
 
 _transforms: dict[str, Transform] = {}

@@ -14,6 +14,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Device, Hardware
 from toolkit.engines.job import Job
+from toolkit.engines.losses import resolve_loss
 from toolkit.engines.registry import all_transforms, engine_for
 from toolkit.models import NF4, ModelSpec
 from toolkit.models.varlen import DROPOUTS, separates_documents
@@ -50,10 +51,12 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         device=device,
         engine=engine_for(strategy.sharding, strategy.tp),
     )
+    job = dataclasses.replace(job, settings=job.engine.settings(job))
+    job = dataclasses.replace(job, strategy=dataclasses.replace(strategy, loss=resolve_loss(job)))
     transforms = tuple(transform for transform in all_transforms() if transform.settings(job) is not None)
     for transform in transforms:
         transform.refuse(job)
-    job = dataclasses.replace(job, settings=job.engine.settings(job), transforms=transforms)
+    job = dataclasses.replace(job, transforms=transforms)
     check_scaling(job)
     return job
 

@@ -69,7 +69,8 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             distribute(model, mesh)
         outer.train()
         ends = _ends(outer, model)
-        tracker = Tracker(ends[2], device=config.device)
+        head = model.get_output_embeddings()
+        tracker = Tracker(ends[2], width=0 if head is None else head.weight.shape[-1], device=config.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, sharded=mesh is not None)
             model.tie_weights()
@@ -153,7 +154,8 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: 
 
     call.config = model.config  # type: ignore[attr-defined]
     tracker.mark("forward")
-    loss = loss_sum(call, inputs, spec.kind)
+    # Which positions are trained depends on the data: all is the most.
+    loss = loss_sum(call, {**inputs, "trained": torch.arange(inputs["labels"].numel())}, spec.kind)
     weighted = loss * torch.ones(())
     del loss
     tracker.mark("backward")

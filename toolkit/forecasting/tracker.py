@@ -35,11 +35,17 @@ STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, ate
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that is allocated while it is active, and its release."""
 
-    def __init__(self, head: str | None = None, *, device: str = "cpu") -> None:
-        """Start empty. `head`: the module that computes the logits; `device`: the kernels' device, `cpu` or `cuda`."""
+    def __init__(self, head: str | None = None, *, width: int = 0, device: str = "cpu") -> None:
+        """Start empty.
+
+        Args:
+            head: the module that computes the logits.
+            width: the size of its inputs. Tensors of this width, such as its weight's cast, are no logits.
+            device: the kernels' device, `cpu` or `cuda`.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._head = head
+        self._head, self._width = head, width
         self._at_logits = False
         self.events: list[Event] = []
         self.layer = ""
@@ -92,11 +98,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.add.Tensor and self._backward and _adds_in_place(*args[:2]):
             func = aten.add_.Tensor
         output = func(*args, **kwargs)
-        # Under autocast the head casts its weight before it makes logits.
-        weight = func is aten._to_copy.default and self._known.get(args[0].untyped_storage(), False)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                self._count_storage(leaf.untyped_storage(), LOGITS if self._at_logits and not weight else "")
+                self._count_storage(
+                    leaf.untyped_storage(), LOGITS if self._at_logits and leaf.shape[-1:] != (self._width,) else ""
+                )
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
         # gloo gathers into a buffer of its own.
         gathered = output.untyped_storage().nbytes() if self._device == "cpu" and func is GATHER else 0
