@@ -273,7 +273,7 @@ def forecast_of(row: Mapping[str, Any], card: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
-    strategy = tk.Strategy(**{**row["strategy"], "attention": row["attention"]})
+    strategy = tk.Strategy(**{"loss": "whole", **row["strategy"], "attention": row["attention"]})
     train_config = tk.TrainConfig(**row["train"])
     one = row["documents"] == "one"
     expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)

@@ -124,7 +124,7 @@ def runs() -> Iterator[Published]:
         assumed="sequence 8,192 as in its configuration",
         config=llama(LLAMA_3_70B),
         hardware="8 nodes x 8x A100-80GB",
-        strategy=tk.Strategy(sharding="fsdp", precision="bf16", activation_checkpointing="full"),
+        strategy=tk.Strategy(loss="whole", sharding="fsdp", precision="bf16", activation_checkpointing="full"),
         train_config=tk.TrainConfig(seq_len=8192, micro_batch=1),
         speed=331,
     )
@@ -170,6 +170,7 @@ def peft() -> Iterator[Published]:
             config=llama(LLAMA_2_70B),
             hardware="2x A100-80GB",
             strategy=tk.Strategy(
+                loss="whole",
                 sharding="fsdp",
                 precision="bf16_pure",
                 adapter="qlora",
@@ -194,7 +195,9 @@ def zero_offload() -> Iterator[Published]:
             config=gpt2(layers, 4096),
             hardware="1x V100-32GB",
             host_memory="1536GiB",
-            strategy=tk.Strategy(sharding="zero2", precision="fp16", offload="optimizer", grad_accum_dtype="fp16"),
+            strategy=tk.Strategy(
+                loss="whole", sharding="zero2", precision="fp16", offload="optimizer", grad_accum_dtype="fp16"
+            ),
             train_config=tk.TrainConfig(seq_len=1024, micro_batch=batch, accumulation=accumulation),
             tflops=tflops,
         )
@@ -217,6 +220,7 @@ def t4() -> Iterator[Published]:
             config=kind(**row["config"], max_position_embeddings=8192),
             hardware="1x T4",
             strategy=tk.Strategy(
+                loss="whole",
                 sharding="none",
                 precision="fp16",
                 adapter="lora",
@@ -243,7 +247,7 @@ def accelerate_blog() -> Iterator[Published]:
             "said and without which it does not fit",
             config=llama(LLAMA_7B),
             hardware="4x A100-80GB",
-            strategy=tk.Strategy(sharding=sharding, precision="bf16", activation_checkpointing="full"),
+            strategy=tk.Strategy(loss="whole", sharding=sharding, precision="bf16", activation_checkpointing="full"),
             train_config=tk.TrainConfig(seq_len=4096, micro_batch=8),
             speed=speed,
         )
@@ -267,7 +271,9 @@ def accelerate_article() -> Iterator[Largest]:
         decoder_layers=12, decoder_ffn_dim=wide, decoder_attention_heads=heads,
     )  # fmt: skip
     gpt_xl = GPT2Config(n_layer=48, n_embd=1600, n_head=25, n_positions=1024)
-    plain = tk.Strategy(sharding="none", precision="fp16", activation_checkpointing="none", attention="eager")
+    plain = tk.Strategy(
+        loss="whole", sharding="none", precision="fp16", activation_checkpointing="none", attention="eager"
+    )
     bucket = 200_000_000
     zero = dataclasses.replace(plain, sharding="zero2", overlap_comm="on")
     for strategy, batch, seconds, evaluation in (
@@ -311,6 +317,7 @@ def fms() -> Iterator[Published]:
             config=llama(config),
             hardware=hardware,
             strategy=tk.Strategy(
+                loss="whole",
                 sharding=sharding,
                 precision="bf16",
                 activation_checkpointing=checkpointing,
@@ -370,6 +377,7 @@ def answer_ai() -> Iterator[Published]:
             config=llama(MODELS[model]),
             hardware=hardware,
             strategy=tk.Strategy(
+                loss="whole",
                 sharding=sharding,
                 precision="bf16_pure",
                 adapter=adapter,

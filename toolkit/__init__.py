@@ -14,6 +14,7 @@ from toolkit.core.errors import StrategyError, StrategyMismatch, ToolkitError
 from toolkit.data_preview import preview
 from toolkit.devices.machine import hardware
 from toolkit.diagnosis import diagnose, environment
+from toolkit.engines.losses import loss
 from toolkit.engines.registry import import_plugins
 from toolkit.exporters import export, generate, save, verify
 from toolkit.forecasting import forecast, plan
@@ -60,6 +61,7 @@ __all__ = [
     "launch",
     "load",
     "log",
+    "loss",
     "plan",
     "prepare",
     "prepared",

@@ -15,6 +15,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """The steps of one cell, or the sentence that refuses it."""
     import torch
 
+    import toolkit as tk
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import ToolkitError
@@ -48,7 +49,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     batch = batch.contiguous().to(accelerator.device)
     losses, norms, skipped = [], [], 0
     for _ in range(steps):
-        loss = ours.model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = tk.loss(ours.model, {"input_ids": batch, "labels": batch})
         engine.backward(ours, loss, True)
         update = engine.step(ours)
         norms.append(update.norm)

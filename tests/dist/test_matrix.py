@@ -32,7 +32,9 @@ CELLS: list[Key] = [
 def words(key: Key) -> dict[str, Any]:
     """A cell as a Strategy spells it."""
     sharding, adapter, precision = key
-    found: dict[str, Any] = {"sharding": sharding, "adapter": adapter, "precision": precision}
+    # One process computes whole logits, the others compute the loss in chunks.
+    loss = "whole" if sharding == "none" else "chunked"
+    found: dict[str, Any] = {"sharding": sharding, "adapter": adapter, "precision": precision, "loss": loss}
     return {**found, "dp_replicate": 2} if sharding == "hsdp" else found
 
 

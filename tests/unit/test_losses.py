@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -19,8 +27,9 @@ from transformers import (
 
 import toolkit as tk
 from toolkit.core.errors import StrategyError
-from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels
+from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels, with_trained
 from toolkit.engines.resolution import resolve
+from toolkit.transforms import chunked_loss
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -121,3 +130,158 @@ def test_a_loss_that_is_not_there_or_has_another_term_is_refused() -> None:
     model.config.z_loss_coefficient = 0.1
     with pytest.raises(StrategyError, match=r"z_loss_coefficient 0\.1"):
         loss_sum(model, batch, "causal")
+
+
+# The chunked loss ----------------------------------------------------------------------------------------------------
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+SEQ2SEQ: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "tie_word_embeddings": True},
+    "gemma2": {**SIZES, **HEADS, "final_logit_softcapping": 3.0, "pad_token_id": 0},
+    "granite": {**SIZES, "logits_scaling": 4.0, "pad_token_id": 0},
+    "cohere": {**SIZES, "logit_scale": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "hyperclovax": {**SIZES, "logits_scaling": 0.25, "pad_token_id": 0},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "vocab_size": 64, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "t5": {**SEQ2SEQ, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+    "bart": {**SEQ2SEQ, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0},
+}  # fmt: skip
+
+
+def pair(family: str, kind: str = "cpu", **fields: Any) -> tuple[Any, Any]:
+    """A model, and the same one with the chunked loss, two tokens a chunk."""
+    config = AutoConfig.for_model(family, **FAMILIES[family], **fields)
+    torch.manual_seed(0)
+    model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_config(config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dim() > 1 or name.endswith("bias"):
+            tensor.data.normal_(0, 0.3)
+    return model, chunk(copy.deepcopy(model))
+
+
+def chunk(model: Any) -> Any:
+    job = resolve(tk.Strategy(loss="chunked"), tk.TrainConfig(), None, 1, tk.hardware("1x cpu").device)
+    with patch.dict(chunked_loss.ROWS, cpu=2):
+        return job.transforms[-1].apply(model, job)
+
+
+def gradients(
+    model: Any, batch: dict[str, Any], dtype: torch.dtype | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss = loss_sum(model, batch, kind)
+    (loss * 0.1).backward()
+    named = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return loss.item(), named
+
+
+def assert_same(whole: Any, chunked: Any, batch: dict[str, Any], limit: float = 1e-5, **options: Any) -> None:
+    """The host's knowledge of the trained positions changes nothing."""
+    loss, expected = gradients(whole, batch, **options)
+    size = sum(each.norm() ** 2 for each in expected.values()) ** 0.5
+    for form in (batch, with_trained(batch)):
+        ours, got = gradients(chunked, dict(form), **options)
+        assert ours == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (got[name] - gradient).norm() <= limit * max(gradient.norm(), 1e-2 * size), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_chunked_loss_is_the_whole_one(family: str) -> None:
+    """With caps, scales, biases and tied weights; a mask leaves all, 1% and 0% of the positions."""
+    whole, chunked = pair(family)
+    targets = labels()
+    none, one = torch.full_like(targets, -100), torch.full_like(targets, -100)
+    one[1, 3] = targets[1, 3]
+    for each in (targets, targets.clamp(min=0), one, none):
+        assert_same(whole, chunked, {"input_ids": targets.clamp(min=0), "labels": each})
+    with torch.no_grad():
+        inputs = {"input_ids": targets.clamp(min=0)}
+        more = {"decoder_input_ids": inputs["input_ids"]} if whole.config.is_encoder_decoder else {}
+        assert torch.equal(whole(**inputs, **more).logits, chunked(**inputs, **more).logits), "logits stay whole"
+        batch = {**inputs, "labels": targets}
+        torch.testing.assert_close(tk.loss(chunked, batch), tk.loss(whole, batch))
+        if family != "bart":
+            torch.testing.assert_close(tk.loss(chunked, batch), whole(**batch).loss)
+
+
+def test_a_chunked_loss_in_half_precision_sums_in_fp32() -> None:
+    whole, chunked = pair("llama")
+    batch = {"input_ids": labels().clamp(min=0), "labels": labels()}
+    assert_same(whole, chunked, batch, limit=2e-2, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 256, 64).bfloat16(), (torch.randn(4096, 64) * 0.1).bfloat16()
+    targets = torch.randint(0, 4096, (1, 256))
+    exact = torch.nn.functional.cross_entropy((hidden.double() @ weight.double().t())[0], targets[0]).item()
+    head = chunked_loss.ChunkedHead(SimpleNamespace(out_features=4096), None, 1.0, None, 128)
+    total, *_ = head.sums(hidden[0].clone(), targets[0][:, None], weight, None, None, [True, True, False])
+    assert total.item() / 256 == pytest.approx(exact, abs=1e-4)
+
+
+def test_chunks_take_a_small_part_of_the_memory() -> None:
+    """Of head and loss on a CPU: at most 0.38 of what whole logits take, here 2,048 tokens of 8,192 words."""
+    hidden, weight = torch.randn(2048, 128, requires_grad=True), torch.randn(8192, 128, requires_grad=True)
+    targets = torch.randint(0, 8192, (2048,))
+    head = chunked_loss.ChunkedHead(SimpleNamespace(out_features=8192), None, 1.0, None, 128)
+
+    def whole() -> None:
+        cross_entropy_sum((hidden @ weight.t())[None], targets[None]).backward()
+
+    def chunks() -> Any:
+        with torch.no_grad():
+            return head.sums(hidden.clone(), targets[:, None], weight, None, None, [True, True, False])
+
+    def peak(call: Any) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            call()
+        sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(itertools.accumulate(sizes))
+
+    assert peak(chunks) <= 0.38 * peak(whole)
+
+
+def test_adapters_and_the_chunked_loss() -> None:
+    batch = {"input_ids": labels().clamp(min=0), "labels": labels()}
+    for options in ({}, {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}):
+        torch.manual_seed(1)
+        config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False, **options)
+        whole = get_peft_model(pair("llama")[0], config)
+        assert_same(whole, chunk(copy.deepcopy(whole)), batch)
+    adapted = get_peft_model(pair("llama")[0], LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    with pytest.raises(StrategyError, match=r"torch's Linear.* Choose --loss whole\."):
+        chunk(adapted)
+
+
+def test_a_model_that_changes_its_logits_otherwise_is_refused() -> None:
+    _, model = pair("llama")
+    forward = model.forward
+
+    def doubled(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = doubled
+    batch = {"input_ids": labels().clamp(min=0), "labels": labels()}
+    with pytest.raises(
+        StrategyError, match=r"LlamaForCausalLM does to its logits after the head\. Choose --loss whole\."
+    ):
+        loss_sum(model, batch, "causal")
+
+
+def test_auto_is_chunked_where_logits_are_large() -> None:
+    def chosen(spec: Any, machine: str, seq_len: int = 4096, loss: str = "auto") -> str:
+        train_config = tk.TrainConfig(micro_batch=1, seq_len=seq_len)
+        return resolve(tk.Strategy(loss=loss), train_config, spec, 1, tk.hardware(machine).device).strategy.loss
+
+    large = LlamaConfig(
+        **{**SIZES, "hidden_size": 4096, "num_hidden_layers": 8, "vocab_size": 128_000, "max_position_embeddings": 8192}
+    )
+    spec = tk.describe(large)
+    assert chosen(spec, "1x cpu", 16) == "chunked"
+    assert [chosen(spec, "1x H100-80GB", length) for length in (16, 8192)] == ["whole", "chunked"]
+    assert chosen(None, "1x cpu") == "whole"
+    assert chosen(spec, "1x cpu", loss="whole") == "whole"

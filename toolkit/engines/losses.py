@@ -31,8 +31,8 @@ HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("HEAD_CALL", default=None)
 LOGITS_BYTES, LARGE = 12, 0.05
 """Bytes of a whole logit in training (measured on an H200 in bf16: 11.5), and the share of memory from which `auto` avoids them."""
 
-OWN_LOGITS = ("chameleon", "inkling", "inkling2", "prophetnet")
-"""Models that change single logits, or call the head for several tokens ahead: `auto` leaves theirs whole."""
+WHOLE_ONLY = ("chameleon", "inkling", "inkling2", "prophetnet", "blenderbot", "blenderbot-small", "m2m_100", "nllb-moe")
+"""Models that change single logits, call the head for several tokens ahead, or make the decoder's input from labels themselves."""
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names in configs of the load-balancing loss's weight."""
@@ -43,7 +43,7 @@ def resolve_loss(job: Job) -> str:
     spec, word = job.spec, job.strategy.loss
     if word != "auto":
         return word
-    if spec is None or spec.runs_code or spec.config.get("model_type") in OWN_LOGITS:
+    if spec is None or spec.runs_code or spec.config.get("model_type") in WHOLE_ONLY:
         return "whole"
     state = job.engine.expected_state(job)
     logits = LOGITS_BYTES * job.train_config.micro_batch * job.train_config.seq_len * spec.vocab
@@ -102,6 +102,20 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss over the trained positions of a batch, in a user's own loop.
+
+    A model of `tk.load` computes it without whole logits where `Strategy.loss` says so; `model(**batch)` has logits all the same.
+
+    Args:
+        model: of transformers, prepared or not.
+        batch: on the model's device, with `labels` as transformers takes them: not shifted, -100 is not trained.
+    """
+    kind = "seq2seq" if getattr(model, "module", model).config.is_encoder_decoder else "causal"
+    labels = shift_labels(batch["labels"], kind)
+    return loss_sum(model, with_trained({**batch, "labels": labels}), kind) / (labels != -100).sum().clamp(min=1)
 
 
 def _mean(model: Any, output: Any) -> torch.Tensor:

@@ -19,8 +19,8 @@ from toolkit.devices.machine import Device, Hardware
 from toolkit.run_folder.run_json import open_finished_run
 
 MATTER = (
-    *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "dp_replicate"),
-    *("lora_rank", "lora_targets", "lora_dropout", "micro_batch", "accumulation", "seq_len", "ranks"),
+    *("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "loss"),
+    *("dp_replicate", "lora_rank", "lora_targets", "lora_dropout", "micro_batch", "accumulation", "seq_len", "ranks"),
 )
 """Fields on which a run's bytes depend."""
 
@@ -65,7 +65,7 @@ def read_finished_run(run: str | Path) -> FinishedRun:
         train_config = from_dict(TrainConfig, about["train_config"])
         return FinishedRun(
             model=run_config.get("model", EMBEDDED),
-            strategy=from_dict(Strategy, about["strategy"]),
+            strategy=from_dict(Strategy, {"loss": "whole", **about["strategy"]}),  # older runs had whole logits
             train_config=train_config,
             ranks=about["ranks"],
             hardware=_hardware(forecast["hardware"]) if forecast else None,

@@ -26,6 +26,7 @@ SETTING_SENTENCES = {
     "seq_len": "takes sequences of {0} tokens, not {1}",
     "attention": "computes attention by {0}, not {1}",
     "precision": "computes in {0}, not {1}",
+    "loss": "computes the loss {0}, not {1}",
     "activation_checkpointing": "{2} each layer in the backward",
 }
 """Fields on which activations and logits depend; {0}: the value of the side that holds less, {1}: the other's."""

@@ -255,7 +255,9 @@ class Forecast(Result):
         title = f"{self.model}, sharding {self.strategy.label}, {where}: highest need of a rank"
         strategy, train_config = self.strategy, self.train_config
         request = {name: value for name in ("offload", "adapter") if (value := getattr(strategy, name)) != "none"}
-        request |= {name: getattr(strategy, name) for name in ("precision", "attention", "activation_checkpointing")}
+        request |= {
+            name: getattr(strategy, name) for name in ("precision", "attention", "activation_checkpointing", "loss")
+        }
         request |= {name: getattr(train_config, name) for name in ("micro_batch", "seq_len", "accumulation")}
         fused = self.fused_bytes if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes else None
         mfu = self.timing.mfu if self.timing else None

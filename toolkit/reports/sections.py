@@ -33,7 +33,7 @@ from toolkit.reports.tables import (
 from toolkit.training.loop import Step
 
 OUTCOMES = (
-    "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing",
+    "model", "data", "sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing", "loss",
     "micro_batch", "accumulation", "seq_len", "optimizer", "lr", "steps", "seed",
 )  # fmt: skip
 """Fields that are always shown; others appear if they differ from their defaults."""

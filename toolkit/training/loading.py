@@ -345,7 +345,7 @@ def _configure(job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     strategy = job.strategy
     recomputed = f"activation checkpointing: {strategy.activation_checkpointing}"
-    notes = [f"attention: {strategy.attention}; {recomputed}; KV cache off"]
+    notes = [f"attention: {strategy.attention}; {recomputed}; loss: {strategy.loss}; KV cache off"]
     if spec.frozen:
         notes.append(f"frozen: {spec.frozen_line}, since only text is trained")
     if spec.moe is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.core.errors import StrategyError
 from toolkit.engines.job import Job, Transform
-from toolkit.engines.losses import HEAD_CALL, HeadCall
+from toolkit.engines.losses import HEAD_CALL, WHOLE_ONLY, HeadCall
 from toolkit.engines.registry import register_transform
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class ChunkedLoss(Transform):
 
     def settings(self, job: Job) -> str | None:
         return None if job.strategy.loss == "whole" else job.strategy.loss
+
+    def refuse(self, job: Job) -> None:
+        if job.spec is not None and job.spec.config.get("model_type") in WHOLE_ONLY:
+            _refuse(f"does not run {job.spec.architecture}")
 
     def apply(self, model: Any, job: Job) -> Any:
         from torch.nn import Linear
