@@ -55,6 +55,7 @@ def traced_as(sharding: str = "ddp", precision: str = "fp32", **words: Any) -> T
 
 
 FP32, AUTOCAST = traced_as(), traced_as(precision="bf16")
+CHUNKED = traced_as(precision="bf16", loss="chunked")
 CAST = traced_as("fsdp", "bf16", activation_checkpointing="none")
 EAGER = dataclasses.replace(FP32, attention="eager", masked=True)
 LLAMA_8B, LLAMA_70B = (4096, 14336, 32, 32), (8192, 28672, 80, 64)
@@ -102,6 +103,8 @@ def llama3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelSpec
         ("llama", traced_as(precision="bf16", adapter="lora")),
         ("llama", traced_as("fsdp", "bf16", adapter="lora", activation_checkpointing="none")),
         ("llama", traced_as(adapter="dora")),
+        ("llama", CHUNKED),
+        ("t5", traced_as(loss="chunked")),
         ("gpt2", traced_as(adapter="qlora")),
         ("gemma", traced_as(adapter="qlora")),
         ("llama", traced_as(adapter="qlora8", activation_checkpointing="none")),
@@ -136,7 +139,8 @@ def peak(step: Sequence[Segment]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [("llama", FP32), ("llama", AUTOCAST), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)]
+    ("family", "way"),
+    [("llama", FP32), ("llama", AUTOCAST), ("llama", CHUNKED), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)],
 )
 def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig) -> None:
     spec = describe(config(family, 3))

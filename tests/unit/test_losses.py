@@ -161,7 +161,7 @@ def pair(family: str, kind: str = "cpu", **fields: Any) -> tuple[Any, Any]:
 
 def chunk(model: Any) -> Any:
     job = resolve(tk.Strategy(loss="chunked"), tk.TrainConfig(), None, 1, tk.hardware("1x cpu").device)
-    with patch.dict(chunked_loss.ROWS, cpu=2):
+    with patch.object(chunked_loss, "ROWS", 2):
         return job.transforms[-1].apply(model, job)
 
 

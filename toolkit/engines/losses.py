@@ -28,8 +28,9 @@ class HeadCall:
 
 HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("HEAD_CALL", default=None)
 
-LOGITS_BYTES, LARGE = 12, 0.05
-"""Bytes of a whole logit in training (measured on an H200 in bf16: 11.5), and the share of memory from which `auto` avoids them."""
+LOGITS_BYTES, LARGE, CHUNK = 12, 0.05, 2048
+"""On a GPU: bytes of a whole logit in training (measured on an H200 in bf16: 11.5), the share of memory from which `auto` avoids
+them, and tokens of a chunk: so many that adding to the weight's gradient costs nothing."""
 
 WHOLE_ONLY = ("chameleon", "inkling", "inkling2", "prophetnet", "blenderbot", "blenderbot-small", "m2m_100", "nllb-moe")
 """Models that change single logits, call the head for several tokens ahead, or make the decoder's input from labels themselves."""
@@ -46,9 +47,10 @@ def resolve_loss(job: Job) -> str:
     if spec is None or spec.runs_code or spec.config.get("model_type") in WHOLE_ONLY:
         return "whole"
     state = job.engine.expected_state(job)
-    logits = LOGITS_BYTES * job.train_config.micro_batch * job.train_config.seq_len * spec.vocab
-    small = logits < LARGE * (logits + state.parameters + state.master + (state.optimizer or 0))
-    return "whole" if small and job.device.kind == "cuda" else "chunked"
+    tokens = job.train_config.micro_batch * job.train_config.seq_len
+    logits = LOGITS_BYTES * tokens * spec.vocab
+    large = logits > LARGE * (logits + state.parameters + state.master + (state.optimizer or 0))
+    return "chunked" if job.device.kind == "cpu" or (tokens > CHUNK and large) else "whole"
 
 
 def loss_kind(job: Job, model: Any) -> str:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.core.errors import StrategyError
 from toolkit.engines.job import Job, Transform
-from toolkit.engines.losses import HEAD_CALL, WHOLE_ONLY, HeadCall
+from toolkit.engines.losses import CHUNK, HEAD_CALL, WHOLE_ONLY, HeadCall
 from toolkit.engines.registry import register_transform
 
 if TYPE_CHECKING:
     import torch
 
-ROWS = {"cpu": 128, "cuda": 2048}
-"""Tokens of a chunk. On a CPU its logits stay in the cache; on CUDA adding to the weight's gradient then costs nothing."""
+ROWS = 128
+"""Tokens of a chunk on a CPU, where its logits then stay in the cache."""
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names in configs of the cap: the logits become cap · tanh(logits / cap)."""
@@ -54,7 +54,7 @@ class ChunkedLoss(Transform):
             next(filter(None, (getattr(config, name, None) for name in names)), None) for names in (CAPS, SCALES)
         )
         scale = 1 / scale if scale and "granite" in config.model_type else scale or 1.0
-        chunked = ChunkedHead(head, base, scale, cap, ROWS.get(job.device.kind, ROWS["cuda"]))
+        chunked = ChunkedHead(head, base, scale, cap, ROWS if job.device.kind == "cpu" else CHUNK)
         head.forward = update_wrapper(partial(chunked.forward, head.forward), head.forward)
         if base.config.is_encoder_decoder:
             base.register_forward_pre_hook(_replace_labels, with_kwargs=True)
@@ -121,7 +121,7 @@ class ChunkedHead:
     def sums(self, x: Any, labels: Any, weight: Any, bias: Any, group: Any, needs: Any) -> tuple[Any, Any, Any]:
         """Return the sums of the loss, of the weight's gradient and the bias's, in fp32. The rows of `x` become their gradients.
 
-        Each buffer is made once, so a trace has as many events for few chunks as for many.
+        Each buffer is made once and has one size, so memory is linear in the tokens: a forecast follows from two short traces.
 
         Args:
             x: [n, h], in the dtype of the products.
@@ -132,7 +132,7 @@ class ChunkedHead:
         """
         import torch
 
-        size, part, rows = len(x), len(weight), max(1, min(self.rows, len(x)))
+        size, part, rows = len(x), len(weight), self.rows
         first = group.rank() * -(-self.head.out_features // group.size()) if group is not None else 0
         targets = (labels - first).clamp(0, part - 1)
         elsewhere = (labels != targets + first).float()
