@@ -69,8 +69,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             distribute(model, mesh)
         outer.train()
         ends = _ends(outer, model)
-        head = model.get_output_embeddings()
-        tracker = Tracker(ends[2], width=0 if head is None else head.weight.shape[-1], device=config.device)
+        tracker = Tracker(ends[2], width=spec.hidden, device=config.device)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, sharded=mesh is not None)
             model.tie_weights()

@@ -40,7 +40,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             head: the module that computes the logits.
-            width: the size of its inputs. Tensors of this width, such as its weight's cast, are no logits.
+            width: the hidden size. Tensors of this width, such as the weight's cast and gradients, are no logits.
             device: the kernels' device, `cpu` or `cuda`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,9 +100,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                self._count_storage(
-                    leaf.untyped_storage(), LOGITS if self._at_logits and leaf.shape[-1:] != (self._width,) else ""
-                )
+                is_logits = self._at_logits and leaf.shape[-1:] != (self._width,)
+                self._count_storage(leaf.untyped_storage(), LOGITS if is_logits else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
         # gloo gathers into a buffer of its own.
         gathered = output.untyped_storage().nbytes() if self._device == "cpu" and func is GATHER else 0

@@ -153,7 +153,7 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
             summed += tokens * shape[1] * widest
         elif style in COLWISE:
             backward += tokens * shape[1] * widest
-            gathered += tokens * shape[0] * compute if style == GATHERED else 0
+            gathered += tokens * shape[0] * compute if style == GATHERED and job.strategy.loss == "whole" else 0
     share, micro = (tp - 1) / tp, job.train_config.accumulation
     return [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
