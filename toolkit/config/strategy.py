@@ -18,7 +18,6 @@ ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
 UNUSED_PARAMETERS = ("refuse", "find")
-LOSSES = ("auto", "chunked", "whole")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -194,7 +193,7 @@ class Strategy(Result):
     )
     loss: str = choice(
         "auto",
-        LOSSES,
+        ("auto", "chunked", "whole"),
         "chunked: the head computes the loss without whole logits; auto: chunked where whole logits take much memory",
     )
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)

@@ -17,7 +17,7 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.resolution import resolve
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import SEND_CHUNK, parameters_of, snapshot_bytes, trained_elements
-from toolkit.engines.traces import LOGITS, Segment, Trace, TraceConfig
+from toolkit.engines.traces import Segment, Trace, TraceConfig
 from toolkit.forecasting.traces import split_segments, trace_of
 from toolkit.transforms.adapters import require_adapter
 
@@ -75,21 +75,6 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
 def whole_step(job: Job, trace: Trace) -> list[Segment]:
     """Repeat the trace over the whole depth, split at the engine's boundaries."""
     return _spread(trace, ALLOCATION_UNIT[job.device.kind], job.engine)
-
-
-def fused_peak(job: Job, trace: Trace, *, save: bool, num_checkpoints: int) -> int:
-    """Return the peak with a fused loss, which computes logits in chunks: Liger (Hsu et al. 2024), CCE (Wijmans et al. 2024).
-
-    It is a lower bound, without the chunk itself. The toolkit trains without a fused loss.
-    """
-    without_logits = _without_logits(trace)
-    return replay(job, without_logits, whole_step(job, without_logits), save=save, num_checkpoints=num_checkpoints).peak
-
-
-@lru_cache(maxsize=8)
-def _without_logits(trace: Trace) -> Trace:
-    events = (event for event in trace.events if event[0] not in ("+", "-") or event[2] != LOGITS)
-    return dataclasses.replace(trace, events=tuple(events), others=tuple(map(_without_logits, trace.others)))
 
 
 @lru_cache(maxsize=16)

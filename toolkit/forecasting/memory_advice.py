@@ -34,6 +34,8 @@ def changes(
         half = halved(
             dataclasses.replace(train_config, micro_batch=half["micro_batch"], accumulation=half["accumulation"])
         )
+    if in_a_step and strategy.loss == "whole":
+        yield {"loss": "chunked"}
     if in_a_step and strategy.activation_checkpointing not in ("auto", "full"):  # a job without a choice takes full
         yield {"activation_checkpointing": "full"}
     yield from ({"sharding": word} for word in SHARDINGS[strategy.sharding].smaller)

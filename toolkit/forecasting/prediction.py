@@ -20,7 +20,7 @@ from toolkit.engines.resolution import default_ranks, resolve
 from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import SOURCES, context_memory, fused_peak, replay, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, context_memory, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import MARGIN, Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
@@ -71,11 +71,8 @@ def forecast(
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
     saves: dict[str, Any] = {"save": save, "num_checkpoints": num_checkpoints}
     result = forecast_job(job, machine, one_document=one_document, others=True, **saves)
-    # Without logits at the peak, a fused loss changes nothing.
-    logits = result.parts["logits"]
-    fused = fused_peak(job, traced(job, masked=not one_document), **saves) if logits else result.peak_bytes
     notes = _assumptions(job, one_document, num_checkpoints)
-    result = dataclasses.replace(result, fused_bytes=fused, unknown=(*notes, *result.unknown))
+    result = dataclasses.replace(result, unknown=(*notes, *result.unknown))
     return result if result.fits or not advice else _with_advice(result, job, one_document=one_document, **saves)
 
 

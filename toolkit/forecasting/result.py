@@ -58,8 +58,6 @@ class Forecast(Result):
     """None for a device with unknown speed."""
     reserved_bytes: int | None = None
     """Bytes that CUDA's caching allocator reserves for the peak; None without a measured run."""
-    fused_bytes: int | None = None
-    """The peak with a fused loss, which holds no logits whole (`memory.fused_peak`); None if it was not computed."""
     unknown: tuple[str, ...] = ()
     """Sources of error that these figures do not include, a sentence each."""
     change: Mapping[str, Any] | None = None
@@ -218,7 +216,6 @@ class Forecast(Result):
                 "context": dict(self.context),
                 "limit_bytes": self.limit_bytes,
                 "reserved_bytes": self.reserved_bytes,
-                "fused_peak_bytes": self.fused_bytes,
                 "parts": dict(self.parts),
                 "phases": dict(self.phases),
             },
@@ -259,13 +256,11 @@ class Forecast(Result):
             name: getattr(strategy, name) for name in ("precision", "attention", "activation_checkpointing", "loss")
         }
         request |= {name: getattr(train_config, name) for name in ("micro_batch", "seq_len", "accumulation")}
-        fused = self.fused_bytes if self.fused_bytes is not None and self.fused_bytes < self.peak_bytes else None
         mfu = self.timing.mfu if self.timing else None
         figures = {
             "time": self.step_seconds and format_step_seconds(self.step_seconds),
             "tokens/s": self.tokens_per_second and f"{self.tokens_per_second:,.0f}",
             "MFU": mfu and f"{mfu:.0%}",
-            "peak with a fused loss": fused and format_bytes(fused),
             "host memory of a node": format_bytes(self.host_bytes),
             "operations of a rank": f"{self.operations:.3g}",
             "sent by a rank": format_bytes(self.communication_bytes),

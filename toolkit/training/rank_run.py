@@ -387,6 +387,5 @@ def _headline(job: Job) -> str:
         f"{spec.architecture}, {spec.elements:,} parameters; sharding {strategy.label}, ranks {job.ranks} ({job.device.kind}); "
         f"precision {strategy.precision}, attention {strategy.attention}, "
         f"adapter {strategy.adapter}, activation checkpointing {strategy.activation_checkpointing}, loss {strategy.loss}, "
-        f"lr {job.train_config.lr:g}; "
-        f"computes {job.engine.compute_note(job)}"
+        f"lr {job.train_config.lr:g}; computes {job.engine.compute_note(job)}"
     )

@@ -50,10 +50,9 @@ class ChunkedLoss(Transform):
         if getattr(type(head), "forward", None) is not Linear.forward:
             _refuse(f"needs a head that is torch's Linear, and {type(base).__name__} has a {type(head)}")
         config = base.config.get_text_config(decoder=True)
-        cap, scale = (
-            next(filter(None, (getattr(config, name, None) for name in names)), None) for names in (CAPS, SCALES)
-        )
-        scale = 1 / scale if scale and "granite" in config.model_type else scale or 1.0
+        cap = next(filter(None, (getattr(config, name, None) for name in CAPS)), None)
+        scale = next(filter(None, (getattr(config, name, None) for name in SCALES)), 1.0)
+        scale = 1 / scale if "granite" in config.model_type else scale
         chunked = ChunkedHead(head, base, scale, cap, ROWS if job.device.kind == "cpu" else CHUNK)
         head.forward = update_wrapper(partial(chunked.forward, head.forward), head.forward)
         if base.config.is_encoder_decoder:
@@ -145,13 +144,7 @@ class ChunkedHead:
         product = torch.empty_like(weight) if needs[1] and wide is not narrow else None
         for start in range(0, size, rows):
             span, count = slice(start, start + rows), min(rows, size - start)
-            given, target, logits, slope, column = (
-                x[span],
-                targets[span],
-                wide[:count],
-                narrow[:count],
-                columns[:, :count],
-            )
+            given, target, logits, slope = x[span], targets[span], wide[:count], narrow[:count]
             torch.mm(given, weight.t(), out=slope)
             if wide is not narrow:
                 logits.copy_(slope)
@@ -162,12 +155,13 @@ class ChunkedHead:
             if self.cap:
                 tanh[:count].copy_(logits.div_(self.cap).tanh_())
                 logits.mul_(self.cap)
-            _log_softmax(logits, group, *column)
+            _log_softmax(logits, group, *columns[:, :count])
             torch.gather(logits, 1, target, out=log_p[span])
             if not any(needs):
                 continue
             # The probability, minus 1 at the target.
-            logits.exp_().scatter_(1, target, torch.expm1(log_p[span], out=column[0]).add_(elsewhere[span]))
+            minus = torch.expm1(log_p[span], out=columns[0, :count]).add_(elsewhere[span])
+            logits.exp_().scatter_(1, target, minus)
             if self.cap:
                 torch.addcmul(logits, logits, tanh[:count].square_(), value=-1, out=logits)
             if wide is not narrow:
