@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.dist
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}
-TP = {"tp": 2}
-BOTH = {"tp": 2, "sharding": "fsdp"}
+TP = {"tp": 2, "loss": "chunked"}
+BOTH = {**TP, "sharding": "fsdp"}
 SELECTIVE, ATTENTION, SECOND = ({"activation_checkpointing": word} for word in ("selective", "attention", "every:2"))
 
 Gave = dict[tuple[int, str], dict[str, Any]]

@@ -27,7 +27,7 @@ from transformers import (
 
 import toolkit as tk
 from toolkit.core.errors import StrategyError
-from toolkit.engines.losses import cross_entropy_sum, loss_kind, loss_sum, shift_labels, with_trained
+from toolkit.engines.losses import choose_loss, cross_entropy_sum, loss_kind, loss_sum, shift_labels, with_trained
 from toolkit.engines.resolution import resolve
 from toolkit.transforms import chunked_loss
 
@@ -273,15 +273,24 @@ def test_a_model_that_changes_its_logits_otherwise_is_refused() -> None:
 
 
 def test_auto_is_chunked_where_logits_are_large() -> None:
-    def chosen(spec: Any, machine: str, seq_len: int = 4096, loss: str = "auto") -> str:
-        train_config = tk.TrainConfig(micro_batch=1, seq_len=seq_len)
-        return resolve(tk.Strategy(loss=loss), train_config, spec, 1, tk.hardware(machine).device).strategy.loss
+    """That is what train takes; all else computes whole logits."""
+    large = {
+        **SIZES,
+        "hidden_size": 4096,
+        "num_hidden_layers": 8,
+        "vocab_size": 128_000,
+        "max_position_embeddings": 8192,
+    }
+    spec = tk.describe(LlamaConfig(**large))
 
-    large = LlamaConfig(
-        **{**SIZES, "hidden_size": 4096, "num_hidden_layers": 8, "vocab_size": 128_000, "max_position_embeddings": 8192}
-    )
-    spec = tk.describe(large)
-    assert chosen(spec, "1x cpu", 16) == "chunked"
-    assert [chosen(spec, "1x H100-80GB", length) for length in (16, 8192)] == ["whole", "chunked"]
-    assert chosen(None, "1x cpu") == "whole"
-    assert chosen(spec, "1x cpu", loss="whole") == "whole"
+    def job(machine: str, seq_len: int, loss: str = "auto") -> Any:
+        train_config = tk.TrainConfig(micro_batch=1, seq_len=seq_len)
+        return resolve(tk.Strategy(loss=loss), train_config, spec, 1, tk.hardware(machine).device)
+
+    cells = {("1x cpu", 16): "chunked", ("1x H100-80GB", 1024): "whole", ("1x H100-80GB", 8192): "chunked"}
+    assert {cell: choose_loss(job(*cell)) for cell in cells} == cells
+    assert [job("1x cpu", 16, word).strategy.loss for word in ("auto", "whole", "chunked")] == [
+        "whole",
+        "whole",
+        "chunked",
+    ]

@@ -21,6 +21,9 @@ from toolkit.core.redaction import MARK, redact, visible
 if TYPE_CHECKING:
     from toolkit.launcher.targets import Target
 
+CHOSEN = ("activation_checkpointing", "loss")
+"""Fields in which `train` chooses a value in the place of `auto`."""
+
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model in new processes."""
@@ -31,7 +34,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.reports import reported
     from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
     from toolkit.run_folder.run_lock import new_token
-    from toolkit.training.preflight import choose_checkpointing, run_preflight
+    from toolkit.training.preflight import choose_transforms, run_preflight
     from toolkit.training.setup import choose_ranks, print_default
 
     restart_policy = read(RestartPolicy, flags)
@@ -45,7 +48,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
-    preflight, strategy = choose_checkpointing(preflight, run_config, strategy, machine)
+    preflight, strategy = choose_transforms(preflight, run_config, strategy, machine)
     environ = preflight.rank_environment
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
@@ -115,7 +118,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.run_json import read_run_json
     from toolkit.run_folder.run_lock import new_token
-    from toolkit.training.preflight import choose_checkpointing, run_preflight
+    from toolkit.training.preflight import choose_transforms, run_preflight
     from toolkit.training.resumption import finished, merge_config
     from toolkit.training.setup import check_ranks
 
@@ -138,10 +141,9 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
         return _result(path)
     check_ranks(machine, ranks)
     preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
-    preflight, strategy = choose_checkpointing(preflight, run_config, strategy, machine)
+    preflight, strategy = choose_transforms(preflight, run_config, strategy, machine)
     environ = preflight.rank_environment
-    if "activation_checkpointing" in new[Strategy]:
-        new[Strategy]["activation_checkpointing"] = strategy.activation_checkpointing
+    new[Strategy] |= {name: getattr(strategy, name) for name in CHOSEN if name in new[Strategy]}
     with enter(path, resume=True, token=new_token()) as folder, reported(path):
         words = ["--run-dir", str(path), "--resume", *spell({**new[RunConfig], **new[TrainConfig], **new[Strategy]})]
         config = accelerate_config(strategy, ranks)

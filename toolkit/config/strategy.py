@@ -194,7 +194,7 @@ class Strategy(Result):
     loss: str = choice(
         "auto",
         ("auto", "chunked", "whole"),
-        "chunked: the head computes the loss without whole logits; auto: chunked where whole logits take much memory",
+        "chunked: the head computes the loss, without whole logits; auto: train takes it where those are large, all else whole",
     )
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)

@@ -39,15 +39,15 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names in configs of the load-balancing loss's weight."""
 
 
-def resolve_loss(job: Job) -> str:
-    """Return `chunked` or `whole`. `auto` is chunked on a CPU, and on a GPU where whole logits are large beside the states."""
-    spec, word = job.spec, job.strategy.loss
-    if word != "auto":
-        return word
+def choose_loss(job: Job) -> str:
+    """Return `chunked` on a CPU, and on a GPU where whole logits are large beside the states; else `whole`."""
+    spec, state, tokens = (
+        job.spec,
+        job.engine.expected_state(job),
+        job.train_config.micro_batch * job.train_config.seq_len,
+    )
     if spec is None or spec.runs_code or spec.config.get("model_type") in WHOLE_ONLY:
         return "whole"
-    state = job.engine.expected_state(job)
-    tokens = job.train_config.micro_batch * job.train_config.seq_len
     logits = LOGITS_BYTES * tokens * spec.vocab
     large = logits > LARGE * (logits + state.parameters + state.master + (state.optimizer or 0))
     return "chunked" if job.device.kind == "cpu" or (tokens > CHUNK and large) else "whole"

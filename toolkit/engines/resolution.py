@@ -14,7 +14,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import Device, Hardware
 from toolkit.engines.job import Job
-from toolkit.engines.losses import resolve_loss
 from toolkit.engines.registry import all_transforms, engine_for
 from toolkit.models import NF4, ModelSpec
 from toolkit.models.varlen import DROPOUTS, separates_documents
@@ -36,7 +35,8 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
     if checkpointing == "auto":
         checkpointing = "full" if spec is None or spec.checkpointed else "none"
     fields: dict[str, Any] = {"precision": precision, "attention": attention, "activation_checkpointing": checkpointing}
-    strategy = dataclasses.replace(strategy, **fields)
+    loss = "whole" if strategy.loss == "auto" else strategy.loss
+    strategy = dataclasses.replace(strategy, loss=loss, **fields)
     if train_config.lr is None:
         kind = "adapter" if strategy.adapter != "none" else "all"
         kind = "embedded" if spec is not None and spec.name == EMBEDDED else kind
@@ -51,12 +51,10 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         device=device,
         engine=engine_for(strategy.sharding, strategy.tp),
     )
-    job = dataclasses.replace(job, settings=job.engine.settings(job))
-    job = dataclasses.replace(job, strategy=dataclasses.replace(strategy, loss=resolve_loss(job)))
     transforms = tuple(transform for transform in all_transforms() if transform.settings(job) is not None)
     for transform in transforms:
         transform.refuse(job)
-    job = dataclasses.replace(job, transforms=transforms)
+    job = dataclasses.replace(job, settings=job.engine.settings(job), transforms=transforms)
     check_scaling(job)
     return job
 

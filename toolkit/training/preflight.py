@@ -33,6 +33,7 @@ from toolkit.data import (
 from toolkit.data.tokenization import read_template
 from toolkit.devices.machine import Device, Hardware, hardware
 from toolkit.engines.job import Job
+from toolkit.engines.losses import choose_loss
 from toolkit.engines.resolution import resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.exporters.generation import encode
@@ -230,10 +231,16 @@ def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware
         return dataclasses.replace(preflight, unforecast=str(error))
 
 
-def choose_checkpointing(
+def choose_transforms(
     preflight: Preflight, run_config: RunConfig, strategy: Strategy, machine: Hardware
 ) -> tuple[Preflight, Strategy]:
-    """Choose an activation checkpointing in the place of `auto`, with a note: see `fastest_checkpointing`."""
+    """Choose loss and activation checkpointing in the place of `auto`: see `choose_loss` and `fastest_checkpointing`."""
+    if strategy.loss == "auto":
+        job = preflight.job
+        strategy = dataclasses.replace(strategy, loss=choose_loss(job))
+        chosen = dataclasses.replace(job.strategy, loss=strategy.loss)
+        job = resolve(chosen, job.train_config, job.spec, job.ranks, job.device)
+        preflight = dataclasses.replace(preflight, job=job)
     if strategy.activation_checkpointing != "auto":
         return preflight, strategy
     job, why = None, "none leaves 5% of a rank's memory by the forecast"
