@@ -118,6 +118,7 @@ CONFIG = (
     _path("--all", metavar="DIR", help="write a file for every strategy into this folder"),
     _path("-o", "--output", metavar="FILE", help="the file to write (default: standard output)"),
 )
+PLAIN = _switch("--plain", "for comparisons: --loss whole --activation-checkpointing none")
 CONTINUE = _switch("--resume", "continue the run in --run-dir, if there is one")
 RESUME = (
     RUN,
@@ -209,7 +210,7 @@ def build_parser() -> Parser:
     add(preview, PREVIEW, RunConfig, without=other_fields)
     add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     add(config, CONFIG, Strategy)
-    add(train, [RANKS_HERE, RUN_DIR, CONTINUE, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
+    add(train, [RANKS_HERE, RUN_DIR, CONTINUE, PLAIN, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
     resumed = add(resume, RESUME, RunConfig, Strategy, TrainConfig, default="as the run was")
     add_flags(resumed, RestartPolicy)
     add(launch, LAUNCH, Strategy)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 CHOSEN = ("activation_checkpointing", "loss")
 """Fields in which `train` chooses a value in the place of `auto`."""
 
+PLAIN = {"activation_checkpointing": "none", "loss": "whole"}
+"""The fields that `--plain` sets."""
+
 
 def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Train a model in new processes."""
@@ -38,6 +41,13 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.training.setup import choose_ranks, print_default
 
     restart_policy = read(RestartPolicy, flags)
+    if flags.plain:
+        for name, value in PLAIN.items():
+            if getattr(flags, name) not in (None, value):
+                raise ToolkitError(
+                    f"--plain sets {name} {value!r}, and {getattr(flags, name)!r} is given. Leave one out."
+                )
+        vars(flags).update(PLAIN)
     if flags.resume:
         if not flags.run_dir:
             raise ToolkitError("--resume needs --run-dir with the folder of a run.")
