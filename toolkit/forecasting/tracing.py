@@ -63,10 +63,10 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     packed = separates_documents(spec, joined=False)
     with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
-        outer = transform(model, config, spec)
-        stacks = truncate_layers(model, spec)
         if mesh is not None:
             distribute(model, mesh)
+        outer = transform(model, config, spec)
+        stacks = truncate_layers(model, spec)
         outer.train()
         ends = _ends(outer, model)
         tracker = Tracker(ends[2], width=spec.hidden, device=config.device)
