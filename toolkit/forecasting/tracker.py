@@ -100,7 +100,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                is_logits = self._at_logits and leaf.shape[-1:] != (self._width,)
+                is_logits = self._at_logits and not (leaf.dim() > 1 and leaf.shape[-1] == self._width)
                 self._count_storage(leaf.untyped_storage(), LOGITS if is_logits else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
         # gloo gathers into a buffer of its own.
