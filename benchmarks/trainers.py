@@ -4,13 +4,14 @@
     python benchmarks/trainers.py --vocabularies 8192 --rounds 1
     python benchmarks/trainers.py --smoke             # a tiny model, without TRL
 
-One process and two threads, fp32, no activation checkpointing on any side; each side in a process of its own, in turns whose order
-changes. Speed: tokens of a step over its median seconds. Memory: the highest resident set above that after the imports.
-Ratios are the medians over the rounds.
+One process and two threads, fp32, no activation checkpointing on any side. Each side runs in a process of its own; the order of
+the sides changes from round to round. Speed: tokens of a step over its median seconds. Memory: the highest resident set above that
+after the imports. Ratios are the medians over the rounds.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -86,7 +87,7 @@ def trls(folder: Path, steps: int, done: Callable[[], None]) -> None:
     """Train with TRL as it comes, but in fp32 and without checkpointing."""
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # untyped
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -94,7 +95,9 @@ def trls(folder: Path, steps: int, done: Callable[[], None]) -> None:
 
     place = str(folder / f"trl{os.getpid()}")
     plain: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "use_cpu": True}
-    args = SFTConfig(place, per_device_train_batch_size=ROWS, max_steps=steps, save_strategy="no", report_to=[], **plain)
+    args = SFTConfig(
+        place, per_device_train_batch_size=ROWS, max_steps=steps, save_strategy="no", report_to=[], **plain
+    )
     data = Dataset.from_dict({"input_ids": rows_of(folder)})
     SFTTrainer(model=str(folder), args=args, train_dataset=data, callbacks=[Clock()]).train()
 
@@ -132,10 +135,10 @@ def child(side: str, folder: Path, steps: int) -> None:
     for name in IMPORTS[side]:
         import_module(name)
     clear_peak()
-    before, times = resident("VmRSS"), [time.perf_counter()]
+    imported, times = resident("VmRSS"), [time.perf_counter()]
     SIDES[side](folder, steps, lambda: times.append(time.perf_counter()))
-    seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
-    print(json.dumps({"seconds": seconds[SKIPPED:], "peak": resident("VmHWM") - before}))
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    print(json.dumps({"seconds": seconds[SKIPPED:], "peak": resident("VmHWM") - imported}))
 
 
 def clear_peak() -> None:

@@ -16,7 +16,7 @@ from toolkit.config.flags import differing
 from toolkit.config.run_config import EMBEDDED, RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.errors import DataError, StrategyError, value_or
+from toolkit.core.errors import DataError, StrategyError, ToolkitError, value_or
 from toolkit.data import (
     Contents,
     Rows,
@@ -38,6 +38,7 @@ from toolkit.engines.resolution import resolve
 from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.exporters.generation import encode
 from toolkit.forecasting import Forecast, forecast_job
+from toolkit.forecasting.memory import traced
 from toolkit.forecasting.prediction import fastest_checkpointing
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.chat_template import spell_remarks
@@ -235,24 +236,41 @@ def choose_transforms(
     preflight: Preflight, run_config: RunConfig, strategy: Strategy, machine: Hardware
 ) -> tuple[Preflight, Strategy]:
     """Choose loss and activation checkpointing in the place of `auto`: see `choose_loss` and `fastest_checkpointing`."""
+    options = _forecast_options(preflight, run_config)
     if strategy.loss == "auto":
-        job = preflight.job
-        strategy = dataclasses.replace(strategy, loss=choose_loss(job))
-        chosen = dataclasses.replace(job.strategy, loss=strategy.loss)
-        job = resolve(chosen, job.train_config, job.spec, job.ranks, job.device)
+        job = _with_loss(preflight.job, masked=not options["one_document"])
+        strategy = dataclasses.replace(strategy, loss=job.strategy.loss)
         preflight = dataclasses.replace(preflight, job=job)
     if strategy.activation_checkpointing != "auto":
         return preflight, strategy
-    job, why = None, "none leaves 5% of a rank's memory by the forecast"
+    fastest, why = None, "none leaves 5% of a rank's memory by the forecast"
     try:
-        job = fastest_checkpointing(preflight.job, machine, **_forecast_options(preflight, run_config))
+        fastest = fastest_checkpointing(preflight.job, machine, **options)
     except Exception as error:  # a run trains without a forecast, too
         why = f"without a forecast: {error}"
-    why, job = ("the fastest that leaves 5% of a rank's memory", job) if job else (why, preflight.job)
+    job, why = (fastest, "the fastest that leaves 5% of a rank's memory") if fastest else (preflight.job, why)
     policy = job.strategy.activation_checkpointing
     notes = (*preflight.notes, f"activation checkpointing: {policy}, {why}")
     strategy = dataclasses.replace(strategy, activation_checkpointing=policy)
     return dataclasses.replace(preflight, job=job, notes=notes), strategy
+
+
+def _with_loss(job: Job, *, masked: bool) -> Job:
+    """Return the job with a loss in the place of `auto`: `whole` where the chosen one does not run with the model."""
+
+    def job_with(loss: str) -> Job:
+        strategy = dataclasses.replace(job.strategy, loss=loss)
+        return resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
+
+    chosen = job_with(choose_loss(job))
+    try:
+        if chosen.strategy.loss == "chunked":
+            traced(chosen, masked=masked)
+    except StrategyError:
+        return job_with("whole")
+    except ToolkitError:  # a run trains without a forecast, too
+        pass
+    return chosen
 
 
 def _forecast_options(preflight: Preflight, run_config: RunConfig, start: int = 0) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class ChunkedHead:
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
         total, row = _head_loss().apply(self, call, group, torch.is_grad_enabled(), hidden, weight, bias)
 
-        def finish(logits: torch.Tensor) -> torch.Tensor:
+        def finish(logits: torch.Tensor) -> Any:
             if "checked" not in vars(self.head) and type(logits) is torch.Tensor:  # a trace's have no values
                 known = row.detach() * self.scale + getattr(self.model, "final_logits_bias", 0)
                 known = (known / self.cap).tanh() * self.cap if self.cap else known
@@ -168,7 +168,7 @@ class ChunkedHead:
                 slope.copy_(logits)
             if db is not None:
                 db[0].add_(torch.sum(logits, 0, out=db[1]))
-            if product is not None:
+            if product is not None and dw is not None:
                 dw.add_(torch.mm(slope.t(), given, out=product))
             elif dw is not None:
                 torch.addmm(dw, slope.t(), given, out=dw)
