@@ -256,7 +256,8 @@ def test_unknown_names_in_python_are_answered(call: Callable[[], object], said: 
 
 
 @pytest.mark.parametrize("name", PYTHON_NAMES)
-def test_names_that_people_look_for_say_what_to_use(name: str) -> None:
+def test_names_that_people_look_for_say_what_to_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tk, name, raising=False)  # `finetune` is a module that another test may have imported
     with pytest.raises(AttributeError, match=re.escape(PYTHON_NAMES[name])):
         getattr(tk, name)
 

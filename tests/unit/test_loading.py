@@ -129,7 +129,7 @@ def test_a_model_is_ready_for_training(folder: Path, capsys: pytest.CaptureFixtu
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert capsys.readouterr().out.splitlines() == [
         "loading: every rank reads the whole model, which it keeps",
-        "attention: sdpa; activation checkpointing: full; KV cache off",
+        "attention: sdpa; activation checkpointing: full; loss: whole; KV cache off",
     ]
 
 
