@@ -1,4 +1,9 @@
-"""The only reader of pickles: both unpicklers build listed classes and refuse all others by name."""
+"""The only reader of pickles: both unpicklers build listed classes and refuse all others by name.
+
+Tensors are read by torch's own readers (`weights_only=True`, mapped; DCP's reader and planner). Ours remain where torch's are not
+as safe: its safe globals are the process's, DCP's reader unpickles `.metadata` without a restriction, its restricted unpickler
+cannot read that file's protocol 4 and hashes nested tuples without a bound, and DCP's planner trusts every size and name.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import pickle
 import pickletools
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,9 +65,6 @@ class OpaqueRecord:
         record.args, record.state = args, None
         return record
 
-    def __init__(self, *args: Any) -> None:
-        """Keep the arguments only."""
-
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -103,8 +106,7 @@ def explain_refusals(path: Path | str) -> Iterator[None]:
                     "No code of it was run. If you trust the file, write it again with torch.save."
                 ) from None
             # torch's message is a page of advice, such as unrestricted loading; the reason is one line of it.
-            reason = re.search(r"WeightsUnpickler error: (.+)", text) or re.search(r"(.+?) In PyTorch 2\.6", text)
-            if reason:
+            if reason := re.search(r"WeightsUnpickler error: (.+)", text) or re.search(r"(.+?) In PyTorch 2\.6", text):
                 raise pickle.UnpicklingError(reason[1]) from None
             raise
 
@@ -187,23 +189,15 @@ class _Records(pickle.Unpickler):
     """Builds containers, sizes, dtypes and opaque records. Each load has record types of its own, so nothing outlives it."""
 
     def __init__(self, path: Path, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._path = path
-        self._made: dict[str, type[OpaqueRecord]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        import collections
-
         import torch
 
-        path = f"{module}.{name}"
-        if path == "collections.OrderedDict":
-            return collections.OrderedDict
-        if path == "torch.Size":
-            return torch.Size
-        # Not `getattr`: torch imports modules by name on it.
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if module not in DCP:
+        super().__init__(file)
+        self._path = path
+        self._classes: dict[str, Any] = {"collections.OrderedDict": OrderedDict, "torch.Size": torch.Size}
+        self._classes |= {f"torch.{name}": each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"  # compared as text: `getattr` of torch imports modules by name
+        if path not in self._classes and module not in DCP:
             raise _refusal(self._path, path)
-        return self._made.setdefault(path, _opaque_class(path))
+        return self._classes.setdefault(path, _opaque_class(path))
