@@ -39,6 +39,8 @@ BINS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 class Preview(Result):
     """The first documents of a data set, and figures of them."""
 
+    json_fields = "model data format counts lengths rows warnings"
+
     model: str
     data: str
     format: str
@@ -87,9 +89,6 @@ class Preview(Result):
         for number, runs in enumerate(self.shown):
             texts = [(trained, escape(redact("·".join(tokens)))) for trained, tokens in runs]
             yield f"{number + 1}. " + "·".join(mark(text) if trained else text for trained, text in texts)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "shown"}
 
 
 def preview(

@@ -7,11 +7,11 @@ import dataclasses
 import html
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.core.atomic_io import encode_json
 from toolkit.core.redaction import redact, visible
@@ -128,7 +128,47 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(map(fill, text.split("\n")))
 
 
-class Result:
+class JsonRecord:
+    """A dataclass that declares its JSON."""
+
+    json_fields: ClassVar[str] = "*"
+    """Names of the JSON in order, between spaces; `*`: all fields. `group.name` nests, `name=other.attribute` renames."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain containers, sizes in bytes and times in seconds."""
+        result: dict[str, Any] = {}
+        fields = " ".join(each.name for each in dataclasses.fields(self))  # type: ignore[arg-type]
+        for word in self.json_fields.replace("*", fields).split():
+            path, _, attribute = word.partition("=")
+            *groups, name = path.split(".")
+            place = result
+            for group in groups:
+                place = place.setdefault(group, {})
+            value: Any = self
+            for part in (attribute or name).split("."):
+                value = None if value is None else getattr(value, part)
+            place[name] = plain(value)
+        return result
+
+    def to_json(self) -> str:
+        """Return `to_dict()` as JSON text."""
+        return encode_json(self.to_dict(), indent=2)
+
+
+def plain(value: Any) -> Any:
+    """Return a value with records as dictionaries, in plain containers."""
+    if isinstance(value, JsonRecord):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+class Result(JsonRecord):
     """A result that shows itself: `str()` in a terminal, `_repr_html_` in a notebook, `to_json()` for programs."""
 
     def headline(self) -> str:
@@ -152,16 +192,6 @@ class Result:
     def _repr_html_(self) -> str:
         headline = f"<p><strong>{html.escape(self.headline())}</strong></p>" if self.headline() else ""
         return redact("".join([headline, *self.pictures(), *(table.html() for table in self.tables())]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain containers, sizes in bytes and times in seconds."""
-        if not dataclasses.is_dataclass(self) or isinstance(self, type):
-            raise TypeError(f"{type(self).__name__} is not a dataclass")
-        return dataclasses.asdict(self)
-
-    def to_json(self) -> str:
-        """Return `to_dict()` as JSON text."""
-        return encode_json(self.to_dict(), indent=2)
 
 
 def markup(html: str) -> Any:

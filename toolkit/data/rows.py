@@ -101,9 +101,6 @@ class Rows(Result):
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("folder", "pad_token_id")]
         return [Table(title="Data", columns=("field", "value"), rows=[(name, getattr(self, name)) for name in names])]
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "folder": str(self.folder)}
-
 
 def column_names(packed: bool) -> tuple[str, ...]:
     """Return the columns of a row, int32 [seq_len] each."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.core.charts import Bar, bars
-from toolkit.core.display import Result, Table
+from toolkit.core.display import JsonRecord, Result, Table
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.engines.ledger import PARTS
 from toolkit.forecasting.reasons import explain
@@ -42,8 +42,10 @@ COMPARED: dict[str, tuple[str, Callable[[Forecast], float | None]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(JsonRecord):
     """One figure of both forecasts."""
+
+    json_fields = "* ratio"
 
     what: str
     one: float | None
@@ -67,6 +69,8 @@ class Difference:
 @dataclass(frozen=True, kw_only=True)
 class ForecastDiff(Result):
     """Two forecasts side by side. Bytes are of the fullest rank of each."""
+
+    json_fields = "labels one other fields differences why"
 
     one: Forecast
     other: Forecast
@@ -93,19 +97,6 @@ class ForecastDiff(Result):
             equal = slow[0] < 1.01 * quick[0]
             pace = " Both are as fast." if equal else f" {quick[1]} is {slow[0] / quick[0]:.2f} times as fast."
         return f"{'; '.join(sentences)}.{pace}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return both forecasts' JSON, and the differences."""
-        return {
-            "labels": list(self.labels),
-            "one": self.one.to_dict(),
-            "other": self.other.to_dict(),
-            "fields": {name: list(values) for name, values in self.fields.items()},
-            "differences": [
-                {**dataclasses.asdict(difference), "ratio": difference.ratio} for difference in self.differences
-            ],
-            "why": [list(cause) for cause in self.why],
-        }
 
     def pictures(self) -> Sequence[str]:
         """Return pictures of both peaks by part, and of what a rank sends."""

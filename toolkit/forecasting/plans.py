@@ -36,6 +36,8 @@ SHOWN_CANDIDATES, SHOWN_REASONS = 10, 5
 class Plan(Result):
     """Candidates for one model, machine and global batch."""
 
+    json_fields = "model hardware global_batch ranked rejected alternatives"
+
     model: str
     """The model's name, as a command line takes it."""
     hardware: Hardware
@@ -78,18 +80,6 @@ class Plan(Result):
         return (
             f"accelerate launch --config_file {shlex.quote(config)} -m toolkit.finetune {self._flags(model, left_out)}"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the lists, each candidate with its forecast's JSON."""
-        return {
-            "model": self.model,
-            "hardware": dataclasses.asdict(self.hardware),
-            "global_batch": self.global_batch,
-            **{
-                name: [candidate.to_dict() for candidate in getattr(self, name)]
-                for name in ("ranked", "rejected", "alternatives")
-            },
-        }
 
     def headline(self) -> str:
         """Return the best strategy, why, and its command; or that nothing fits."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.config.flags import spell
 from toolkit.config.strategy import Strategy
@@ -29,6 +29,15 @@ MARGIN = 0.05
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Result):
     """Memory and speed of a run. Bytes are the allocator's on the fullest rank; `needed_bytes` adds CUDA's own memory."""
+
+    json_fields = (
+        "model strategy train_config hardware ranks fits reason change device.peak_bytes device.peak_phase device.needed_bytes "
+        "device.context_bytes device.context device.limit_bytes device.reserved_bytes device.parts device.phases "
+        "host.peak_bytes=host_bytes host.checkpoint_bytes=host_checkpoint_bytes nvme.peak_bytes=nvme_bytes step_seconds "
+        "tokens_per_second mfu checkpoint_bytes checkpoint_stall_seconds operations communication_bytes unknown"
+    )
+    nvme_bytes: ClassVar[int] = 0
+    """No engine offloads to NVMe."""
 
     job: Job = field(repr=False)
     """The resolved request."""
@@ -95,6 +104,11 @@ class Forecast(Result):
     def tokens_per_second(self) -> float | None:
         """Tokens a second of all ranks; None for a device with unknown speed."""
         return self.timing.tokens_per_second if self.timing else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the device's peak speed that the model's own operations use; None for a device with unknown speed."""
+        return self.timing.mfu if self.timing else None
 
     @property
     def context_bytes(self) -> int:
@@ -196,39 +210,6 @@ class Forecast(Result):
             unknown=(f"Corrected by {run}: {found.more:+,} bytes, {found.speed:.3g} operations/s a rank.",),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the shell's JSON: sizes in bytes."""
-        unknown = dict.fromkeys(field.name for field in dataclasses.fields(Timing))
-        return {
-            "model": self.model,
-            "strategy": dataclasses.asdict(self.strategy),
-            "train_config": dataclasses.asdict(self.train_config),
-            "hardware": dataclasses.asdict(self.hardware),
-            "ranks": self.ranks,
-            "fits": self.fits,
-            "reason": self.reason,
-            "change": self.change,
-            "device": {
-                "peak_bytes": self.peak_bytes,
-                "peak_phase": self.peak_phase,
-                "needed_bytes": self.needed_bytes,
-                "context_bytes": self.context_bytes,
-                "context": dict(self.context),
-                "limit_bytes": self.limit_bytes,
-                "reserved_bytes": self.reserved_bytes,
-                "parts": dict(self.parts),
-                "phases": dict(self.phases),
-            },
-            "host": {"peak_bytes": self.host_bytes, "checkpoint_bytes": self.host_checkpoint_bytes},
-            "nvme": {"peak_bytes": 0},
-            **(dataclasses.asdict(self.timing) if self.timing else unknown),
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "checkpoint_stall_seconds": self.checkpoint_stall_seconds,
-            "operations": self.operations,
-            "communication_bytes": self.communication_bytes,
-            "unknown": list(self.unknown),
-        }
-
     def pictures(self) -> Sequence[str]:
         """Return pictures of the peak by part, and of each phase's highest total, with the limit."""
         parts = {**{part: self.parts.get(part, 0) for part in PARTS}, "context": self.context_bytes}
@@ -256,11 +237,10 @@ class Forecast(Result):
             name: getattr(strategy, name) for name in ("precision", "attention", "activation_checkpointing", "loss")
         }
         request |= {name: getattr(train_config, name) for name in ("micro_batch", "seq_len", "accumulation")}
-        mfu = self.timing.mfu if self.timing else None
         figures = {
             "time": self.step_seconds and format_step_seconds(self.step_seconds),
             "tokens/s": self.tokens_per_second and f"{self.tokens_per_second:,.0f}",
-            "MFU": mfu and f"{mfu:.0%}",
+            "MFU": self.mfu and f"{self.mfu:.0%}",
             "host memory of a node": format_bytes(self.host_bytes),
             "operations of a rank": f"{self.operations:.3g}",
             "sent by a rank": format_bytes(self.communication_bytes),

@@ -16,7 +16,7 @@ from toolkit.config.flags import spell
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.display import progress_bar
+from toolkit.core.display import JsonRecord, progress_bar
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import ceil_div, format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
@@ -33,8 +33,10 @@ from toolkit.transforms.adapters import check_quantized, require_adapter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(JsonRecord):
     """A strategy with its batch and its forecast, or the reason for its rejection."""
+
+    json_fields = "change global_batch=forecast.job.global_batch strategy train_config forecast hours cost checkpoint_share reason"
 
     strategy: Strategy
     train_config: TrainConfig
@@ -129,20 +131,6 @@ class Candidate:
             "saving": f"{self.checkpoint_share:.1%}",
             "need": format_bytes(forecast.needed_bytes) if forecast else "–",
             "why": f"needs {self.least_need}" if forecast else self.reason,
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the forecast's JSON, hours, cost, the share of checkpoints, the reason, and the change of the request."""
-        return {
-            "change": dict(self.change),
-            "global_batch": self.forecast.job.global_batch if self.forecast else None,
-            "strategy": dataclasses.asdict(self.strategy),
-            "train_config": dataclasses.asdict(self.train_config),
-            "forecast": self.forecast.to_dict() if self.forecast else None,
-            "hours": self.hours,
-            "cost": self.cost,
-            "checkpoint_share": self.checkpoint_share,
-            "reason": self.reason,
         }
 
 

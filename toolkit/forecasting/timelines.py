@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -33,6 +32,8 @@ Point = tuple[float, float | None]
 class Timeline(Result):
     """Memory of the fullest rank through load, one step and save."""
 
+    json_fields = "forecast phases=parts run measured notes"
+
     forecast: Forecast
     parts: Mapping[str, Mapping[str, int]]
     """Phase → parts at its highest moment; they add up to the phase's bytes in the forecast."""
@@ -58,16 +59,6 @@ class Timeline(Result):
                 f" The run measured {format_bytes(peak)}: the forecast is {forecast.peak_bytes / peak:.2f} of it."
             )
         return sentence
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the forecast's JSON, parts by phase, and what was measured."""
-        return {
-            "forecast": self.forecast.to_dict(),
-            "phases": self.parts,
-            "run": self.run,
-            "measured": self.measured,
-            "notes": self.notes,
-        }
 
     def pictures(self) -> Sequence[str]:
         """Return pictures of each phase's peak by part, with the measured one, and of the course of a step."""

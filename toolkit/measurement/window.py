@@ -58,6 +58,8 @@ class Measured(Result):
 class Memory(Result):
     """Every rank's memory, and the worst rank's by part."""
 
+    json_fields = "measured reason host"
+
     ranks: tuple[Measured, ...]
     states: tuple[Mapping[str, int], ...]
     """Bytes of parameters, master and optimizer of each rank, from the audit after the first step."""
@@ -102,10 +104,6 @@ class Memory(Result):
     def _phases(self) -> list[str]:
         """Return the phases that any rank has seen."""
         return [name for name in PHASES if any(name in rank.phases for rank in self.ranks)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return `measured` (or None), `reason` and `host`, in bytes and seconds."""
-        return {"measured": self.measured, "reason": self.reason, "host": self.host}
 
     def tables(self) -> list[Table]:
         phases = self._phases()

@@ -58,6 +58,8 @@ class MoE:
 class ModelSpec(Result):
     """A model's architecture, without its weights."""
 
+    json_fields = "* elements active_elements"
+
     name: str
     """The given name: a Hub id, a folder, a file, or a class name."""
     source: str | None
@@ -177,10 +179,6 @@ class ModelSpec(Result):
     def elements_of(self, role: str) -> int:
         """Return the number of parameters with this role."""
         return sum(parameter.elements for parameter in self.parameters if parameter.role == role)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields and their totals."""
-        return {**super().to_dict(), "elements": self.elements, "active_elements": self.active_elements}
 
     def tables(self) -> list[Table]:
         """Return the figures, and the parameters by role with their bytes in bf16, or packed in 4 bits."""

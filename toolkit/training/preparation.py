@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +42,8 @@ SLACK = 16 * 1024
 class Audit(Result):
     """A rank's real states and the engine's expectation."""
 
+    json_fields = "* parameter_bytes=measured.parameters"
+
     engine: str
     """Class of the prepared model."""
     ranks: int
@@ -60,10 +62,6 @@ class Audit(Result):
         title = f"Held by this rank ({self.engine}, {count_ranks(self.ranks)})"
         columns = ("part", "bytes", "expected", "dtype")
         return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(notes)] if notes else [])]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return bytes by part, measured and expected, and the dtypes."""
-        return {**asdict(self), "parameter_bytes": self.measured.parameters}
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
