@@ -42,7 +42,7 @@ def keep_compiled_operators(cache: Path) -> None:
 
 def modules() -> list[str]:
     """Every module of the package: the interpreter's own warning filters know no patterns."""
-    return ["toolkit", *(found.name for found in pkgutil.walk_packages(toolkit.__path__, "toolkit."))]
+    return ["toolkit", *(module.name for module in pkgutil.walk_packages(toolkit.__path__, "toolkit."))]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -82,11 +82,11 @@ def _until_it_answers(server: subprocess.Popen[bytes], url: str, log: Path) -> N
 @contextlib.contextmanager
 def browsing() -> Iterator[Browser]:
     """The system's Chromium: Playwright's own download needs a network."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert found, f"There is none of {', '.join(BROWSERS)}. On Debian: apt-get install chromium."
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    assert path, f"There is none of {', '.join(BROWSERS)}. On Debian: apt-get install chromium."
     with sync_playwright() as playwright:
         expect.set_options(timeout=PATIENCE)
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
 
@@ -154,9 +154,9 @@ class Notebook:
             assert time.monotonic() < deadline, "not saved"
             with contextlib.suppress(ValueError):  # half written
                 text = self.file.read_bytes()
-                found: dict[str, Any] = json.loads(text)
+                content: dict[str, Any] = json.loads(text)
                 if text != before:
-                    return found
+                    return content
             time.sleep(0.05)
 
 
@@ -177,10 +177,10 @@ def issues(page: Page, part: str = "body") -> list[str]:
     """What axe finds serious or critical, in the page or in parts of it."""
     # JupyterLab's body is empty but for what is placed over it: axe takes all of that for clipped, and looks at no contrast.
     page.evaluate("document.body.style.minHeight = '100vh'")
-    found = Axe().run(page, context={"include": [[part]]}).response["violations"]
+    violations = Axe().run(page, context={"include": [[part]]}).response["violations"]
     return [
         f"{violation['impact']} {violation['id']}: {node['html'][:300]} {node['failureSummary']}"
-        for violation in found
+        for violation in violations
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]

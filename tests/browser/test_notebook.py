@@ -96,10 +96,10 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     expect(view).to_contain_text("stopped by SIGTERM. Published")
     notebook.ended(WAIT)
     expect(waited).to_contain_text("stopped by SIGTERM. Published")
-    found = tk.attach(run)
-    assert found.status == "stopped"
+    run_there = tk.attach(run)
+    assert run_there.status == "stopped"
     assert left_of(run) == []
-    assert (run / f"checkpoints/step-{found.progress.step:08d}/manifest.json").exists()
+    assert (run / f"checkpoints/step-{run_there.progress.step:08d}/manifest.json").exists()
     expect(view.get_by_role("button")).to_have_count(0)
 
     # On another day nothing is executed, and all is there: also where JupyterLab does not trust the file.
@@ -157,6 +157,6 @@ def opened_again(notebook: Notebook) -> None:
     expect(view).to_contain_text("stopped by SIGTERM. Published")
     pictures = view.locator("img")
     expect(pictures).to_have_count(2)
-    assert pictures.evaluate_all("found => found.every(one => one.complete && one.naturalWidth > 0)")
+    assert pictures.evaluate_all("images => images.every(one => one.complete && one.naturalWidth > 0)")
     expect(view.get_by_alt_text("Memory of each rank")).to_be_visible()
     expect(view).not_to_contain_text("Error")

@@ -66,10 +66,10 @@ def run_rank(scratch: str, folder: str, sharding: str) -> None:
         setattr(loops_worker, name, guarded(getattr(loops_worker, name)))
     ranks.reset()
     began = time.perf_counter()
-    found = guarded(loops_worker.run)({"sharding": sharding}, folder)
+    result = guarded(loops_worker.run)({"sharding": sharding}, folder)
     if os.environ.get("RANK", "0") == "0":
         seconds = time.perf_counter() - began
-        Path(scratch, f"{sharding}.json").write_text(json.dumps({**found, "seconds": seconds}, default=str))
+        Path(scratch, f"{sharding}.json").write_text(json.dumps({**result, "seconds": seconds}, default=str))
     sys.stdout.flush()
     os._exit(0)
 
@@ -105,9 +105,9 @@ def start(scratch: Path, sharding: str, port: int) -> Iterator[subprocess.Popen[
             yield subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
-def traces(found: Any, where: str) -> Iterator[tuple[str, str]]:
+def traces(results: Any, where: str) -> Iterator[tuple[str, str]]:
     """Yield what failed, and where."""
-    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    items = results.items() if isinstance(results, dict) else enumerate(results) if isinstance(results, list) else ()
     for key, value in items:
         if key == "trace":
             yield where, str(value)
@@ -139,17 +139,17 @@ def main(scratch: Path, limit: float) -> None:
             process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-    found = {one: json.loads(path.read_text()) for one in SHARDINGS if (path := scratch / f"{one}.json").exists()}
+    results = {one: json.loads(path.read_text()) for one in SHARDINGS if (path := scratch / f"{one}.json").exists()}
     for sharding in SHARDINGS:
-        if sharding not in found:
+        if sharding not in results:
             print(f"{sharding}: no result\n{(scratch / f'{sharding}-0.log').read_text()[-1500:]}")
             continue
-        print(f"{sharding}: {found[sharding]['seconds']:.0f} s")
-        for where, trace in traces(found[sharding], sharding):
+        print(f"{sharding}: {results[sharding]['seconds']:.0f} s")
+        for where, trace in traces(results[sharding], sharding):
             print(f"{where}: {trace[-900:]}")
         for name, read in FIGURES.items():
             try:
-                print(f"  {name}: {distance(read(found[sharding]), read(found['ddp'])):.1e} from ddp")
+                print(f"  {name}: {distance(read(results[sharding]), read(results['ddp'])):.1e} from ddp")
             except (KeyError, TypeError) as error:
                 print(f"  {name}: no figure, {error!r}")
 

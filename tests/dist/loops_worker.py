@@ -22,11 +22,11 @@ BATCH, LENGTH, NORM = 8, 16, 0.05
 
 def code(mark: str, changes: dict[str, str]) -> str:
     """README's block with a mark, each change made exactly once."""
-    (found,) = (block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if mark in block)
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if mark in block)
     for old, new in changes.items():
-        assert found.count(old) == 1, (old, found)
-        found = found.replace(old, new)
-    return str(found)
+        assert block.count(old) == 1, (old, block)
+        block = block.replace(old, new)
+    return str(block)
 
 
 def function(sharding: str, count: int) -> str:
@@ -103,25 +103,25 @@ def scripts(folder: str, count: int, sharding: str) -> dict[str, Any]:
 
     root, size = Path(folder).parent, BATCH // count
     states = str(root / f"states-{sharding}")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "accumulation": script_of_others("accumulation", "accumulation=2, max_grad_norm=0", {})(
             str(root / "bert"), size
         )
     }
     if sharding in ("none", "ddp"):
-        found["plain"] = plain(sharding, count)(str(root / "bert"), size)
+        results["plain"] = plain(sharding, count)(str(root / "bert"), size)
         ranks.reset()
     train_config = "accumulation=3, max_grad_norm=0.5"
     try:
-        found["tokens as they are"] = script_of_others("tokens", train_config, {})(folder, size)
+        results["tokens as they are"] = script_of_others("tokens", train_config, {})(folder, size)
     except tk.StrategyError as error:
-        found["tokens as they are"] = str(error)
+        results["tokens as they are"] = str(error)
     told = {"ctx = model.no_sync if": "ctx = (lambda: accelerator.no_sync(model)) if"}
-    found["tokens"] = script_of_others("tokens", train_config, told)(folder, size)
+    results["tokens"] = script_of_others("tokens", train_config, told)(folder, size)
     checkpoints = script_of_others("checkpoints", "", {})
-    found["checkpoints"] = checkpoints(str(root / "bert"), size, states)
-    found["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_4")
-    return found
+    results["checkpoints"] = checkpoints(str(root / "bert"), size, states)
+    results["resumed"] = checkpoints(str(root / "bert"), size, states, f"{states}/step_4")
+    return results
 
 
 def rows() -> Any:
@@ -136,7 +136,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     sharding, count = cell["sharding"], int(os.environ.get("WORLD_SIZE", "1"))
     strategy = {"sharding": sharding, "precision": "fp32"} | ({"dp_replicate": 2} if sharding == "hsdp" else {})
     os.environ["TOOLKIT_STRATEGY"] = json.dumps(strategy)
-    before, found = dict(os.environ), {}
+    before, results = dict(os.environ), {}
     try:
         for name, source in (("function", function), ("script", script)):
             losses: list[float] = []
@@ -150,32 +150,34 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
                 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
                 keep(accelerator, model, optimizer, place)
                 if name == "script":
-                    found["refusals"] = refusals(accelerator, model, optimizer)
+                    results["refusals"] = refusals(accelerator, model, optimizer)
                 accelerator.end_training()
 
             exec(source(sharding, count), {"log": log, "done": done, "rows": rows, "folder": folder})
-            found[name] = {"losses": losses, "weights": str(place)}
+            results[name] = {"losses": losses, "weights": str(place)}
         if sharding in SCRIPTED:
-            found["changed"] = [changed(folder, count, change) for change in (replace_weights, resize)]
-            found["unused"] = {case: unused(folder, sharding, count, case) for case in UNUSED}
+            results["changed"] = [changed(folder, count, change) for change in (replace_weights, resize)]
+            results["unused"] = {case: unused(folder, sharding, count, case) for case in UNUSED}
         if sharding in SCRIPTED:
-            found["scripts"] = scripts(folder, count, sharding)
-            found["own"] = own(folder, sharding, count)
-            found["tied"] = {name: tied(folder, sharding, count, name) for name in TIES}
-            found["trainer"] = trainer(folder, sharding, count)
-            found["modules"] = modules(count)
+            results["scripts"] = scripts(folder, count, sharding)
+            results["own"] = own(folder, sharding, count)
+            results["tied"] = {name: tied(folder, sharding, count, name) for name in TIES}
+            results["trainer"] = trainer(folder, sharding, count)
+            results["modules"] = modules(count)
         if sharding in ("none", "ddp"):
-            found["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
-            found["left"] = orders(Path(folder).parent / f"left-{sharding}", leaves=True)
+            results["orders"] = orders(Path(folder).parent / f"orders-{sharding}")
+            results["left"] = orders(Path(folder).parent / f"left-{sharding}", leaves=True)
         if sharding in SCRIPTED:
-            found["saving"] = {adapter: saving(folder, sharding, adapter) for adapter in ("none", "lora")}
+            results["saving"] = {adapter: saving(folder, sharding, adapter) for adapter in ("none", "lora")}
         if sharding == "ddp":
-            found["silent"] = {adapter: saving(folder, sharding, adapter, silent=True) for adapter in ("none", "lora")}
+            results["silent"] = {
+                adapter: saving(folder, sharding, adapter, silent=True) for adapter in ("none", "lora")
+            }
         if sharding == "fsdp":
-            found["mismatch"] = mismatch(folder)
+            results["mismatch"] = mismatch(folder)
     finally:
         del os.environ["TOOLKIT_STRATEGY"]
-    return found
+    return results
 
 
 def orders(place: Path, leaves: bool = False) -> dict[str, Any]:
@@ -256,11 +258,11 @@ def orders(place: Path, leaves: bool = False) -> dict[str, Any]:
         accelerator.end_training()
         return seen if resumed else seen[1 + leaves :], said
 
-    found = {}
+    epochs_of = {}
     for kind in kinds:
         (whole, said), (resumed, _) = epochs(kind, False), epochs(kind, True)
-        found[kind] = (whole, resumed) if leaves else (whole, resumed, said)
-    return found
+        epochs_of[kind] = (whole, resumed) if leaves else (whole, resumed, said)
+    return epochs_of
 
 
 def replace_weights(model: Any) -> None:
@@ -357,7 +359,7 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
             losses.append(mean(loss.detach()))
         return losses
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for word in SHARDINGS[sharding].unused_parameters:
         # Under zero3 a layer that one rank alone gathers is no matter of gradients.
         if case == "one rank" and (sharding in ("none", "zero3") or (sharding, word) == ("fsdp", "find")):
@@ -367,12 +369,12 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
         said: list[str] = []
         accelerator.print = said.append
         try:
-            found[word] = train(accelerator)
-            found["said"] = [line for line in said if line.startswith("gradients")]
+            results[word] = train(accelerator)
+            results["said"] = [line for line in said if line.startswith("gradients")]
         except tk.StrategyError as error:
-            found[word] = str(error)
+            results[word] = str(error)
         accelerator.end_training()
-    return found
+    return results
 
 
 def modules(count: int) -> dict[str, Any]:
@@ -546,7 +548,7 @@ def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> di
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = tk.prepare(accelerator, model, optimizer)
     prepared, module = tk.prepared(accelerator, (model, optimizer)), accelerator.unwrap_model(model)
-    ids, losses, found = rows()[: 4 * 4].view(4, 4, LENGTH), [], {}
+    ids, losses, results = rows()[: 4 * 4].view(4, 4, LENGTH), [], {}
 
     def train(step: int) -> None:
         here = slice(None) if accelerator.num_processes == 1 else slice(accelerator.process_index, None, 2)
@@ -563,10 +565,10 @@ def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> di
         greedy = {"attention_mask": torch.ones_like(prompt), "max_length": 12, "do_sample": False}
         for name, owner in (("eval", module), ("train", module), ("wrapped", model)):
             model.train(name != "eval")
-            found[name] = owner.generate(input_ids=prompt, **greedy)[0].tolist()
+            results[name] = owner.generate(input_ids=prompt, **greedy)[0].tolist()
         if accelerator.is_main_process:
             whole_model = reopened(folder, place, adapter)
-            found["one process"] = whole_model.generate(input_ids=prompt, synced_gpus=False, **greedy)[0].tolist()
+            results["one process"] = whole_model.generate(input_ids=prompt, synced_gpus=False, **greedy)[0].tolist()
         accelerator.wait_for_everyone()
     for step in (1, 2):
         train(step)
@@ -589,18 +591,18 @@ def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> di
         try:
             save(folder_of_way)
         except tk.ToolkitError as error:
-            found[name] = str(error)
+            results[name] = str(error)
             continue
         accelerator.wait_for_everyone()
         (path,) = (path for path in folder_of_way.iterdir() if path.suffix in (".safetensors", ".pt"))
         read = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu")
         tensors = {name.replace(".default.", "."): tensor for name, tensor in read.items()}
         wrong = [name for name, tensor in whole.items() if not torch.equal(tensor, tensors.get(name, torch.empty(0)))]
-        found[name] = f"{len(whole) - len(wrong)} of {len(whole)} tensors are right"
+        results[name] = f"{len(whole) - len(wrong)} of {len(whole)} tensors are right"
     if sharding == "zero3":
-        found["alone"] = alone(accelerator, lambda: accelerator.get_state_dict(model))
+        results["alone"] = alone(accelerator, lambda: accelerator.get_state_dict(model))
     accelerator.end_training()
-    return {**found, "losses": losses}
+    return {**results, "losses": losses}
 
 
 def reopened(folder: str, place: Path, adapter: str) -> Any:
@@ -850,15 +852,15 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         "rows": lambda: accelerator.prepare(torch.utils.data.DataLoader(ids.cpu(), batch_size=None)),
         "other_rates": other_rates,
     }
-    found = {}
+    sentences = {}
     for name, call in calls.items():
         try:
             call()
-            found[name] = ""
+            sentences[name] = ""
         except (tk.ToolkitError, AttributeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            sentences[name] = f"{type(error).__name__}: {error}"
     assert accelerator.gradient_accumulation_steps == accelerator.job.train_config.accumulation
-    return found
+    return sentences
 
 
 def mismatch(folder: str) -> str:

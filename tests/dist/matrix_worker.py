@@ -116,8 +116,8 @@ def same_as(folder: str, shards: Any, spec: Any) -> bool:
     from toolkit.engines.shards import overlaps, parts, whole_box
 
     whole = reference(folder)
-    found = [shard for shard in shards if shard.kind in ("master", "parameter")]
-    kind = "master" if any(shard.kind == "master" for shard in found) else "parameter"
+    held = [shard for shard in shards if shard.kind in ("master", "parameter")]
+    kind = "master" if any(shard.kind == "master" for shard in held) else "parameter"
 
     def same(shard: Any) -> bool:
         tensor = whole[shard.name]
@@ -126,7 +126,7 @@ def same_as(folder: str, shards: Any, spec: Any) -> bool:
         assert sum(mine.numel() for _, mine in pairs) == shard.tensor.numel(), shard.name
         return all(torch.equal(theirs, mine) for theirs, mine in pairs)
 
-    return all(same(shard) for shard in found if shard.kind == kind)
+    return all(same(shard) for shard in held if shard.kind == kind)
 
 
 _references: dict[str, dict[str, Any]] = {}

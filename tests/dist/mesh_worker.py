@@ -62,13 +62,13 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if saver:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size))
-    found = {"steps": steps, "evaluated": evaluated, "exact": exact}
+    measured = {"steps": steps, "evaluated": evaluated, "exact": exact}
     if "export" in cell:
         planned = save(ours, tokenizer, Path(cell["export"]))
         result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))
-        found["logits_error"] = result.logits_error if result else None
+        measured["logits_error"] = result.logits_error if result else None
     ours.accelerator.wait_for_everyone()
-    return found
+    return measured
 
 
 if __name__ == "__main__":

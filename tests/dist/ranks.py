@@ -85,7 +85,7 @@ def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]]
     if ranks > 1:
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    found = []
+    results = []
     for cell in cells:
         reset()
         begin = time.perf_counter()
@@ -94,9 +94,9 @@ def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]]
         except Exception:  # the test shows it, and the other cells run on
             traceback.print_exc()
             got = {"error": traceback.format_exc()}
-        found.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
+        results.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
     if rank == 0:
-        out.write_text(json.dumps(found), encoding="utf-8")
+        out.write_text(json.dumps(results), encoding="utf-8")
     # Not through the interpreter's end, where libraries that were imported before the fork wait for the parent's threads.
     sys.stdout.flush()
     sys.stderr.flush()

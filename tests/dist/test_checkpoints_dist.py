@@ -50,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> Lives:
+def lives_of(root: Path) -> Lives:
     """Every life of every run: name → what it gave, in order."""
     # Dropout draws from the generators that a checkpoint keeps.
     model = tiny.llama(root / "llama", attention_dropout=0.1)
@@ -97,8 +97,8 @@ def differing(one: Path, other: Path) -> list[tuple[str, str]]:
     return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
 
 
-def test_a_resumed_run_is_the_run_that_was_never_stopped(found: Lives, root: Path) -> None:
-    runs = {name: lives for name, lives in found.items() if not name.startswith("chain")}
+def test_a_resumed_run_is_the_run_that_was_never_stopped(lives_of: Lives, root: Path) -> None:
+    runs = {name: lives for name, lives in lives_of.items() if not name.startswith("chain")}
     assert len(runs) == 3 + 12 + 7 + 2 + 3
     for name, (whole, resumed) in runs.items():
         assert (whole["start"], resumed["start"]) == (0, 2), name
@@ -108,23 +108,23 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(found: Lives, root: Pat
         assert not differing(root / name / "whole" / last, root / name / "resumed" / last), name
 
 
-def test_weights_and_moments_move_between_strategies_bit_for_bit(found: Lives, root: Path) -> None:
+def test_weights_and_moments_move_between_strategies_bit_for_bit(lives_of: Lives, root: Path) -> None:
     for place in range(1, len(CHAIN)):
         path = root / "chain" / str(place) / "step-00000002"
         assert not differing(root / "chain" / "0" / "step-00000002", path), CHAIN[place]
 
 
-def test_a_run_goes_on_under_another_strategy(found: Lives) -> None:
-    whole = found["chain 0"][0]["steps"][2:]
+def test_a_run_goes_on_under_another_strategy(lives_of: Lives) -> None:
+    whole = lives_of["chain 0"][0]["steps"][2:]
     assert len(whole) == 3
     for place in range(1, len(CHAIN)):
-        (life,) = found[f"chain {place}"]
+        (life,) = lives_of[f"chain {place}"]
         assert life["start"] == 2
         for mine, first in zip(life["steps"], whole, strict=True):
             assert mine == pytest.approx(first, rel=1e-5), CHAIN[place]
 
 
-def test_every_rank_writes_its_part_alone(found: Lives, root: Path) -> None:
+def test_every_rank_writes_its_part_alone(lives_of: Lives, root: Path) -> None:
     for word in TWO:
         checkpoint = root / f"2 {word} none" / "whole" / "step-00000004"
         sizes = [path.stat().st_size for path in sorted(checkpoint.glob("rank-*.safetensors"))]
@@ -135,12 +135,12 @@ def test_every_rank_writes_its_part_alone(found: Lives, root: Path) -> None:
         assert max(sizes) < 1.1 * sum(sizes) / 2
 
 
-def test_persistent_buffers_are_in_a_checkpoint_once(found: Lives, root: Path) -> None:
+def test_persistent_buffers_are_in_a_checkpoint_once(lives_of: Lives, root: Path) -> None:
     checkpoint = root / "2 fsdp buffers" / "whole" / "step-00000004"
     assert [name for name, kind in tensors(checkpoint) if kind == "buffer"]
 
 
-def test_an_adapters_checkpoint_holds_the_adapter_alone(found: Lives, root: Path) -> None:
+def test_an_adapters_checkpoint_holds_the_adapter_alone(lives_of: Lives, root: Path) -> None:
     checkpoint = root / "2 zero3 qlora" / "whole" / "step-00000004"
     manifest = read_manifest(checkpoint)
     assert all("lora_" in name for name in manifest.tensors)

@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compared(folder: Path) -> dict[str, Any]:
     """The JSON of one comparison; standard output holds nothing else."""
     words = ["compare", "--sharding", ",".join(SHARDINGS), "--processes", "2", *SIZE, "--json", "-"]
-    found: dict[str, Any] = json.loads(python("-m", "toolkit.cli", *words, cwd=folder, code=0).stdout)
-    return found
+    printed: dict[str, Any] = json.loads(python("-m", "toolkit.cli", *words, cwd=folder, code=0).stdout)
+    return printed
 
 
 def test_each_strategy_trains_alike_in_its_own_engine_on_two_ranks(compared: dict[str, Any]) -> None:
@@ -76,16 +76,16 @@ def test_a_run_corrects_a_forecast(compared: dict[str, Any], folder: Path) -> No
     row = next(row for row in compared["results"] if row["sharding"] == "fsdp")
     train_config = TrainConfig(**{name: row["forecast"]["train_config"][name] for name in ("seq_len", "micro_batch")})
     plain = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", train_config)
-    found = plain.calibrate(folder / row["run"])
+    corrected = plain.calibrate(folder / row["run"])
     more = row["measured"]["peak_bytes"] - row["forecast"]["device"]["peak_bytes"]
-    assert found.peak_bytes == plain.peak_bytes + more == sum(found.parts.values())
+    assert corrected.peak_bytes == plain.peak_bytes + more == sum(corrected.parts.values())
     events = [json.loads(line) for line in (folder / row["run"] / "events.jsonl").read_text().splitlines()]
     seconds = statistics.median(event["seconds"] for event in events[3:])
     assert plain.timing is None
-    assert found.timing.step_seconds == pytest.approx(seconds * plain.operations / row["forecast"]["operations"])
+    assert corrected.timing.step_seconds == pytest.approx(seconds * plain.operations / row["forecast"]["operations"])
     twice = dataclasses.replace(train_config, accumulation=2)
     longer = forecast("embedded", Strategy(sharding="fsdp"), "2x cpu", twice).calibrate(folder / row["run"])
-    assert longer.timing.step_seconds == pytest.approx(2 * found.timing.step_seconds)
+    assert longer.timing.step_seconds == pytest.approx(2 * corrected.timing.step_seconds)
     with pytest.raises(RunError, match="holds no run"):
         plain.calibrate(folder)
     with pytest.raises(RunError, match="another kind of device"):
@@ -120,9 +120,9 @@ def test_a_runs_folder_is_whole(compared: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_each_run_leaves_its_report(compared: dict[str, Any], folder: Path, sharding: str) -> None:
     row = next(row for row in compared["results"] if row["sharding"] == sharding)
-    found, page = report(folder / row["run"]), (folder / row["run"] / "report.html").read_text()
-    assert found.status == "finished"
-    told = found.to_dict()
+    shown, page = report(folder / row["run"]), (folder / row["run"] / "report.html").read_text()
+    assert shown.status == "finished"
+    told = shown.to_dict()
     assert told["measured"] == row["measured"]
     assert told["forecast"] == row["forecast"]
     assert told["tokens_per_second"] == row["tokens_per_second"]

@@ -54,16 +54,16 @@ def exported(made: Path, name: str, out: Path, **words: Any) -> dict[str, Any]:
     return {**model.state_dict(), "logits": logits}
 
 
-def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    return float((found["logits"] - wanted["logits"]).norm() / wanted["logits"].norm())
+def apart(result: dict[str, Any], wanted: dict[str, Any]) -> float:
+    return float((result["logits"] - wanted["logits"]).norm() / wanted["logits"].norm())
 
 
 def test_whole_models_are_what_one_process_trained(made: Path, tmp_path: Path) -> None:
     alone = exported(made, "full", tmp_path)
     for name in ("zero3", "fsdp"):
-        found = exported(made, name, tmp_path)
-        assert found.keys() == alone.keys()
-        assert apart(found, alone) < 1e-4, name
+        result = exported(made, name, tmp_path)
+        assert result.keys() == alone.keys()
+        assert apart(result, alone) < 1e-4, name
     half = exported(made, "zero3 bf16", tmp_path)
     assert apart(half, alone) < 0.1
     weight = half["model.layers.0.self_attn.q_proj.weight"]

@@ -25,7 +25,7 @@ Cells = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """What every cell gave, by its name."""
     root = tmp_path_factory.mktemp("families")
     models = {name: getattr(tiny, name)(root / name) for name in (*BUFFERS, *VISION)}
@@ -54,17 +54,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Cells:
 
 
 @pytest.mark.parametrize("cell", [*(f"{kind} fsdp none" for kind in BUFFERS), "gemma4 hsdp none", "gemma4 fsdp lora"])
-def test_models_with_persistent_buffers_train_under_fsdp(found: Cells, cell: str) -> None:
+def test_models_with_persistent_buffers_train_under_fsdp(cells: Cells, cell: str) -> None:
     """Their values are no model's own, so that a rank with others would train otherwise."""
     kind, _, adapter = cell.split()
-    result, reference = found[f"{cell} fp32"], found[f"{kind} ddp {adapter} fp32"]
+    result, reference = cells[f"{cell} fp32"], cells[f"{kind} ddp {adapter} fp32"]
     tiny.assert_alike(result, reference)
     assert result["losses"][-1] < result["losses"][0]
 
 
 @pytest.mark.parametrize("cell", [*(f"{kind} fsdp none" for kind in BUFFERS), "gemma4 hsdp none"])
-def test_buffers_are_in_the_export_byte_by_byte(found: Cells, cell: str) -> None:
-    exported = found[f"{cell} fp32"]["exported"]
+def test_buffers_are_in_the_export_byte_by_byte(cells: Cells, cell: str) -> None:
+    exported = cells[f"{cell} fp32"]["exported"]
     buffers = [name for name in exported["names"] if name.endswith(BUFFERS[cell.split()[0]])]
     assert buffers
     assert exported["unchanged"] == buffers, "and everything else was trained"
@@ -73,18 +73,18 @@ def test_buffers_are_in_the_export_byte_by_byte(found: Cells, cell: str) -> None
 
 @pytest.mark.parametrize("adapter", ["none", "lora", "qlora"])
 @pytest.mark.parametrize("kind", VISION)
-def test_the_text_part_trains_alike(found: Cells, kind: str, adapter: str) -> None:
-    reference = found[f"{kind} ddp {adapter} fp32"]
+def test_the_text_part_trains_alike(cells: Cells, kind: str, adapter: str) -> None:
+    reference = cells[f"{kind} ddp {adapter} fp32"]
     assert reference["losses"][-1] < reference["losses"][0]
     for sharding in SHARDED:
-        result = found[f"{kind} {sharding} {adapter} fp32"]
+        result = cells[f"{kind} {sharding} {adapter} fp32"]
         tiny.assert_alike(result, reference, bytes_too=True, where=sharding)
         assert result["measured"]["frozen"] > 0, sharding
         assert any(line.startswith(f"frozen: {VISION[kind]}: ") for line in result["said"]), result["said"]
 
 
-def test_qlora_of_the_text_part_trains_as_its_dequantized_weights_do(found: Cells) -> None:
-    quantized, reference = found["llava zero3 qlora fp32"], found["llava nf4 ddp lora fp32"]
+def test_qlora_of_the_text_part_trains_as_its_dequantized_weights_do(cells: Cells) -> None:
+    quantized, reference = cells["llava zero3 qlora fp32"], cells["llava nf4 ddp lora fp32"]
     assert quantized["losses"] == pytest.approx(reference["losses"], rel=1e-5)
 
 
@@ -96,9 +96,9 @@ def test_qlora_of_the_text_part_trains_as_its_dequantized_weights_do(found: Cell
         "qwen3_vl fsdp none bf16",
     ],
 )
-def test_what_is_frozen_leaves_as_it_came(found: Cells, cell: str) -> None:
+def test_what_is_frozen_leaves_as_it_came(cells: Cells, cell: str) -> None:
     """Byte by byte, also where it is computed with in bf16; and no checkpoint holds it."""
-    exported = found[cell]["exported"]
+    exported = cells[cell]["exported"]
     frozen = [name for name in exported["names"] if any(part in name for part in FROZEN)]
     assert frozen
     assert sorted(exported["unchanged"]) == frozen, "and everything else was trained"
@@ -107,8 +107,8 @@ def test_what_is_frozen_leaves_as_it_came(found: Cells, cell: str) -> None:
     assert ("preprocessor_config.json" in exported["files"]) == cell.startswith("qwen3_vl")
 
 
-def test_what_is_frozen_is_held_in_the_compute_dtype(found: Cells) -> None:
-    half, whole = found["qwen3_vl fsdp none bf16"], found["qwen3_vl fsdp none fp32"]
+def test_what_is_frozen_is_held_in_the_compute_dtype(cells: Cells) -> None:
+    half, whole = cells["qwen3_vl fsdp none bf16"], cells["qwen3_vl fsdp none fp32"]
     assert half["measured"]["frozen"] == pytest.approx(whole["measured"]["frozen"] / 2, rel=0.02)
     assert half["measured"]["dtypes"]["frozen"] == "bfloat16"
-    assert half["losses"] == pytest.approx(found["qwen3_vl ddp none bf16"]["losses"], rel=1e-3)
+    assert half["losses"] == pytest.approx(cells["qwen3_vl ddp none bf16"]["losses"], rel=1e-3)

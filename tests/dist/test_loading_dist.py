@@ -51,7 +51,7 @@ def without(folder: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Cells:
+def cells(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """What every cell gave, by its name."""
     cells: Cells = {}
 
@@ -98,39 +98,39 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(("kind", "sharding"), [*(("llama", sharding) for sharding in SHARDED), *EXPERTS])
-def test_qlora_trains_as_its_dequantized_weights_do(found: Cells, kind: str, sharding: str) -> None:
+def test_qlora_trains_as_its_dequantized_weights_do(cells: Cells, kind: str, sharding: str) -> None:
     """Weights that are packed again by a shard's first forward would be right once and wrong from then on."""
-    reference = found[f"{kind} nf4 ddp lora fp32"]
-    quantized = found[f"{kind} {sharding} qlora fp32"]
+    reference = cells[f"{kind} nf4 ddp lora fp32"]
+    quantized = cells[f"{kind} {sharding} qlora fp32"]
     tiny.assert_alike(quantized, reference, bytes_too=kind != "llama")
     assert quantized["losses"][-1] < quantized["losses"][0]
 
 
-def test_qlora8_trains_as_its_dequantized_weights_do(found: Cells) -> None:
+def test_qlora8_trains_as_its_dequantized_weights_do(cells: Cells) -> None:
     """On a CPU bitsandbytes multiplies by dequantized weights; on a GPU LLM.int8 rounds activations to 8 bits too."""
-    tiny.assert_alike(found["llama ddp qlora8 fp32"], found["int8 ddp lora fp32"])
+    tiny.assert_alike(cells["llama ddp qlora8 fp32"], cells["int8 ddp lora fp32"])
 
 
-def test_quantized_share_is_said(found: Cells) -> None:
+def test_quantized_share_is_said(cells: Cells) -> None:
     """Of 131,392 weights the embedding and the head are 32,768, the norms 320."""
-    said = found["llama zero3 qlora fp32"]["said"]
+    said = cells["llama zero3 qlora fp32"]["said"]
     assert any("4 bits (nf4, double quantization); 25% of 131" in line for line in said), said
     assert any(line.startswith("adapter: qlora, rank 16; ") for line in said), said
 
 
-def test_mostly_unquantized_models_are_refused(found: Cells) -> None:
-    refused = found["mixtral ddp qlora8 bf16"]
+def test_mostly_unquantized_models_are_refused(cells: Cells) -> None:
+    refused = cells["mixtral ddp qlora8 bf16"]
     assert refused["kind"] == "ModelError"
     assert "unquantized: fused experts, 7" in refused["refused"]
     assert "--allow-unquantized" in refused["refused"]
-    allowed = found["mixtral ddp qlora8 fp32"]
+    allowed = cells["mixtral ddp qlora8 fp32"]
     assert allowed["losses"][-1] < allowed["losses"][0]
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero3", "fsdp"])
-def test_linear_modules_that_transformers_keeps_are_no_surprise(found: Cells, sharding: str) -> None:
+def test_linear_modules_that_transformers_keeps_are_no_surprise(cells: Cells, sharding: str) -> None:
     """T5's `wo` is never quantized, and gets an adapter all the same."""
-    reference, result = found["t5 nf4 ddp lora fp32"], found[f"t5 {sharding} qlora fp32"]
+    reference, result = cells["t5 nf4 ddp lora fp32"], cells[f"t5 {sharding} qlora fp32"]
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert result["measured"]["frozen"] == pytest.approx(result["expected"]["frozen"], rel=0.02)
     assert result["measured"]["trainable"] == pytest.approx(
@@ -139,66 +139,66 @@ def test_linear_modules_that_transformers_keeps_are_no_surprise(found: Cells, sh
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
-def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(found: Cells, sharding: str) -> None:
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_every_rank(cells: Cells, sharding: str) -> None:
     """Every rank refuses: else the next cell would find no partner."""
-    refused = found[f"broken {sharding} none fp32"]
+    refused = cells[f"broken {sharding} none fp32"]
     assert refused["kind"] == "ModelError"
     assert "1 of its weights are missing" in refused["refused"]
     assert "The first: model.norm.weight" in refused["refused"]
 
 
-def test_buffers_of_a_checkpoint_are_not_lost(found: Cells) -> None:
-    reference = found["deepseek ddp none fp32"]
+def test_buffers_of_a_checkpoint_are_not_lost(cells: Cells) -> None:
+    reference = cells["deepseek ddp none fp32"]
     for sharding in ("zero3", "fsdp"):
-        assert found[f"deepseek {sharding} none fp32"]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
-    assert all(map(math.isfinite, found["deepseek fsdp lora bf16"]["losses"]))
+        assert cells[f"deepseek {sharding} none fp32"]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert all(map(math.isfinite, cells["deepseek fsdp lora bf16"]["losses"]))
 
 
-def test_fused_experts_are_not_adapted_behind_ones_back(found: Cells) -> None:
+def test_fused_experts_are_not_adapted_behind_ones_back(cells: Cells) -> None:
     """PEFT takes the dense layer's and the shared experts' modules for names of the fused experts."""
-    alone, sharded = found["deepseek ddp lora fp32"], found["deepseek zero3 lora fp32"]
+    alone, sharded = cells["deepseek ddp lora fp32"], cells["deepseek zero3 lora fp32"]
     assert any(
         "nor have 6 modules that PEFT takes for them (down_proj, gate_proj, up_proj)" in s for s in alone["said"]
     )
     assert sharded["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    refused = found["deepseek zero2 lora fp32"]
+    refused = cells["deepseek zero2 lora fp32"]
     assert refused["kind"] == "StrategyError"
     assert "in the place of down_proj, gate_proj, up_proj" in refused["refused"]
     assert "--lora-targets q_proj" in refused["refused"]
-    assert any(line.endswith("; fused experts have none") for line in found["mixtral ddp lora fp32"]["said"])
+    assert any(line.endswith("; fused experts have none") for line in cells["mixtral ddp lora fp32"]["said"])
 
 
-def test_adapters_below_the_threshold_of_zero3_stay_whole(found: Cells) -> None:
-    held, expected = (found["llama zero3 lora fp32"][which] for which in ("measured", "expected"))
+def test_adapters_below_the_threshold_of_zero3_stay_whole(cells: Cells) -> None:
+    held, expected = (cells["llama zero3 lora fp32"][which] for which in ("measured", "expected"))
     assert held["trainable"] == expected["trainable"] > 1.9 * held["master"]
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("kind", ["tied", "mixtral", "t5"])
-def test_every_kind_of_model_trains_alike(found: Cells, kind: str, adapter: str) -> None:
-    reference = found[f"{kind} ddp {adapter} fp32"]
+def test_every_kind_of_model_trains_alike(cells: Cells, kind: str, adapter: str) -> None:
+    reference = cells[f"{kind} ddp {adapter} fp32"]
     assert reference["losses"][-1] < reference["losses"][0]
     for sharding in ("zero2", "zero3", "fsdp") if adapter == "none" else ("zero3", "fsdp"):
-        result = found[f"{kind} {sharding} {adapter} fp32"]
+        result = cells[f"{kind} {sharding} {adapter} fp32"]
         tiny.assert_alike(result, reference, bytes_too=True, where=sharding)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
-def test_fused_experts_train_in_bf16_with_exact_masters(found: Cells, sharding: str) -> None:
+def test_fused_experts_train_in_bf16_with_exact_masters(cells: Cells, sharding: str) -> None:
     """The files hold each expert in a tensor of its own, from which the masters are joined, too."""
-    result = found[f"mixtral {sharding} none bf16"]
+    result = cells[f"mixtral {sharding} none bf16"]
     assert all(map(math.isfinite, result["losses"]))
-    assert result["losses"] == pytest.approx(found["mixtral ddp none fp32"]["losses"], rel=2e-3)
+    assert result["losses"] == pytest.approx(cells["mixtral ddp none fp32"]["losses"], rel=2e-3)
     assert result["exact"]
     assert "experts: 4 a layer, 2 active, computed by grouped_mm" in result["said"]
 
 
 @pytest.mark.parametrize("sharding", ["zero3", "fsdp"])
 @pytest.mark.parametrize("cell", [("bloom", "none"), ("phi", "lora")])
-def test_norms_outside_of_every_layer_compute_in_bf16(found: Cells, cell: tuple[str, str], sharding: str) -> None:
+def test_norms_outside_of_every_layer_compute_in_bf16(cells: Cells, cell: tuple[str, str], sharding: str) -> None:
     """A LayerNorm takes no fp32 input with weights in bf16. An RMSNorm does."""
     kind, adapter = cell
-    result, reference = (found[f"{kind} {word} {adapter} bf16"] for word in (sharding, "ddp"))
+    result, reference = (cells[f"{kind} {word} {adapter} bf16"] for word in (sharding, "ddp"))
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)
     assert result["norms"] == pytest.approx(reference["norms"], rel=3e-2)
 
@@ -210,16 +210,16 @@ def test_checkpoints_hold_more_than_bf16_can(models: dict[str, Path]) -> None:
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.values())
 
 
-def test_no_rank_reads_what_it_need_not_hold(found: Cells) -> None:
-    whole = found["tied ddp none fp32"]["bytes_read"]
+def test_no_rank_reads_what_it_need_not_hold(cells: Cells) -> None:
+    whole = cells["tied ddp none fp32"]["bytes_read"]
     assert whole[0] == whole[1]
     # Under FSDP the weights are read in `prepare`.
-    assert all(size < 0.01 * whole[0] for size in found["tied fsdp none fp32"]["bytes_read"])
-    assert all(size < 0.6 * whole[0] for size in found["tied zero3 none fp32"]["bytes_read"])
-    assert "loading: rank 0 reads each weight" in found["tied fsdp none fp32"]["said"][0]
+    assert all(size < 0.01 * whole[0] for size in cells["tied fsdp none fp32"]["bytes_read"])
+    assert all(size < 0.6 * whole[0] for size in cells["tied zero3 none fp32"]["bytes_read"])
+    assert "loading: rank 0 reads each weight" in cells["tied fsdp none fp32"]["said"][0]
 
 
-def test_what_was_set_up_is_said(found: Cells) -> None:
-    said = found["tied zero3 none fp32"]["said"]
+def test_what_was_set_up_is_said(cells: Cells) -> None:
+    said = cells["tied zero3 none fp32"]["said"]
     assert said[1] == "attention: sdpa; activation checkpointing: full; KV cache off"
-    assert found["tied zero3 none fp32"]["pad"] == 0
+    assert cells["tied zero3 none fp32"]["pad"] == 0

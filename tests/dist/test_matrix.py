@@ -34,8 +34,8 @@ def words(key: Key) -> dict[str, Any]:
     sharding, adapter, precision = key
     # One process computes whole logits, the others compute the loss in chunks.
     loss = "whole" if sharding == "none" else "chunked"
-    found: dict[str, Any] = {"sharding": sharding, "adapter": adapter, "precision": precision, "loss": loss}
-    return {**found, "dp_replicate": 2} if sharding == "hsdp" else found
+    cell: dict[str, Any] = {"sharding": sharding, "adapter": adapter, "precision": precision, "loss": loss}
+    return {**cell, "dp_replicate": 2} if sharding == "hsdp" else cell
 
 
 def possible(key: Key) -> bool:
@@ -89,16 +89,16 @@ def test_recomputed_activations_are_those_that_were_kept(gave: Gave) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(runs: dict[int, dict[Key, dict[str, Any]]]) -> dict[Key, dict[str, Any]]:
+def cells(runs: dict[int, dict[Key, dict[str, Any]]]) -> dict[Key, dict[str, Any]]:
     """What each cell gave with the ranks that are its own."""
     return {key: result for ranks, own in runs.items() for key, result in own.items() if RANKS.get(key[0], 2) == ranks}
 
 
-def trained(found: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
-    return {key: result for key, result in found.items() if "refused" not in result}
+def trained(cells: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    return {key: result for key, result in cells.items() if "refused" not in result}
 
 
-def test_every_cell_is_run_or_refused(found: dict[Key, dict[str, Any]]) -> None:
+def test_every_cell_is_run_or_refused(cells: dict[Key, dict[str, Any]]) -> None:
     """Only 8 bits outside of none and ddp, and fp16 where this processor cannot compute it, are refused."""
     for key in CELLS:
         sharding, adapter, precision = key
@@ -108,34 +108,34 @@ def test_every_cell_is_run_or_refused(found: dict[Key, dict[str, Any]]) -> None:
             continue
         deepspeed = SHARDINGS[sharding].engine == "deepspeed"
         fp16 = precision == "fp16" and not (deepspeed and "fp16" in hardware().device.dtypes)
-        assert ("refused" in found[key]) == fp16, f"{key}: {found[key].get('refused')}"
+        assert ("refused" in cells[key]) == fp16, f"{key}: {cells[key].get('refused')}"
         if fp16:
-            assert found[key]["kind"] == "StrategyError"
-            assert "'fp16'" in found[key]["refused"]
-            assert "Choose precision 'bf16'" in found[key]["refused"]
+            assert cells[key]["kind"] == "StrategyError"
+            assert "'fp16'" in cells[key]["refused"]
+            assert "Choose precision 'bf16'" in cells[key]["refused"]
 
 
-def test_losses_are_finite_and_fall(found: dict[Key, dict[str, Any]]) -> None:
-    for key, result in trained(found).items():
+def test_losses_are_finite_and_fall(cells: dict[Key, dict[str, Any]]) -> None:
+    for key, result in trained(cells).items():
         assert all(map(math.isfinite, result["losses"] + result["norms"])) or result["skipped"], (key, result["losses"])
         assert result["losses"][-1] < result["losses"][0] or result["skipped"], (key, result["losses"])
         assert result["training"], key
 
 
-def test_losses_agree_between_engines(found: dict[Key, dict[str, Any]]) -> None:
+def test_losses_agree_between_engines(cells: dict[Key, dict[str, Any]]) -> None:
     """All start from one checkpoint and one adapter, see the same rows, and take the same steps."""
-    for (sharding, adapter, precision), result in trained(found).items():
+    for (sharding, adapter, precision), result in trained(cells).items():
         if result["skipped"]:
             continue
-        reference = found[("none", adapter, "fp32" if precision == "fp16" else precision)]
+        reference = cells[("none", adapter, "fp32" if precision == "fp16" else precision)]
         cell = (sharding, adapter, precision)
         assert result["losses"] == pytest.approx(reference["losses"], rel=CLOSE[precision]), cell
         if precision == "fp32":
             assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4), cell
 
 
-def test_bytes_and_dtypes_are_the_accounts(found: dict[Key, dict[str, Any]]) -> None:
-    for key, result in trained(found).items():
+def test_bytes_and_dtypes_are_the_accounts(cells: dict[Key, dict[str, Any]]) -> None:
+    for key, result in trained(cells).items():
         held, expected = result["measured"], result["expected"]
         for part in ("trainable", "frozen", "master", "optimizer"):
             assert held[part] == pytest.approx(expected[part], rel=0.02), (key, part)
@@ -143,10 +143,10 @@ def test_bytes_and_dtypes_are_the_accounts(found: dict[Key, dict[str, Any]]) -> 
             assert held["dtypes"].get(part) == expected["dtypes"].get(part), (key, part)
 
 
-def test_masters_are_exactly_the_checkpoints(found: dict[Key, dict[str, Any]]) -> None:
+def test_masters_are_exactly_the_checkpoints(cells: dict[Key, dict[str, Any]]) -> None:
     """Also where DeepSpeed rounds them at load: they are no bf16 values, as `test_loading_dist.py` asks."""
     exact = {
-        key: result["exact"] for key, result in trained(found).items() if key[1] == "none" and key[2] != "bf16_pure"
+        key: result["exact"] for key, result in trained(cells).items() if key[1] == "none" and key[2] != "bf16_pure"
     }
     assert len(exact) >= 2 * len(SHARDINGS)
     assert all(exact.values()), exact

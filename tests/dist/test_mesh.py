@@ -61,10 +61,10 @@ def gave(root: Path) -> Gave:
             ],
         ),
     ]
-    found = tiny.run_groups("mesh_worker.py", groups, root / "llama", root / "scratch")
+    given = tiny.run_groups("mesh_worker.py", groups, root / "llama", root / "scratch")
     return {
         (count, result["cell"]["name"]): result
-        for (count, _), results in zip(groups, found, strict=True)
+        for (count, _), results in zip(groups, given, strict=True)
         for result in results
     }
 

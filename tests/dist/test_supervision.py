@@ -170,23 +170,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
             ("disk", "--seq-len", "32", "--steps", "5", "--save-every", "2", "--timeout", "10"),
         ),
     }
-    found: dict[str, Running] = {}
+    running: dict[str, Running] = {}
     try:
         for names in (("silent", "behind"), ("memory", "alone"), ("bare", "disk", "raised")):
             for name in names:
-                found[name] = start(work, name, *plan[name][1], bare={"bare": "zero2", "disk": "ddp"}.get(name, ""))
+                running[name] = start(work, name, *plan[name][1], bare={"bare": "zero2", "disk": "ddp"}.get(name, ""))
             with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda name: found[name].strike(plan[name][0]), names))
-        yield found
+                list(pool.map(lambda name: running[name].strike(plan[name][0]), names))
+        yield running
     finally:
-        for run in found.values():
+        for run in running.values():
             run.process.kill()
 
 
 def attempts(run: Running) -> list[dict[str, Any]]:
     """As `run.json` has them."""
-    found: list[dict[str, Any]] = json.loads((run.path / "run.json").read_text())["attempts"]
-    return found
+    records: list[dict[str, Any]] = json.loads((run.path / "run.json").read_text())["attempts"]
+    return records
 
 
 @pytest.mark.parametrize("name", ["silent", "behind", "raised", "memory", "alone", "bare", "disk"])
@@ -270,13 +270,13 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
 def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, status: str) -> None:
     """Accelerate's own launcher leaves no page, and its folder makes one."""
     run = runs[name]
-    found = report(run.path)
-    assert found.status == status
+    shown = report(run.path)
+    assert shown.status == status
     assert (run.path / "report.html").exists() == (name != "bare")
-    assert found.to_dict()["attempts"] == attempts(run)
+    assert shown.to_dict()["attempts"] == attempts(run)
     if status == "failed" or name == "silent":
         hint = f"There is no checkpoint. `toolkit resume {run.path}` starts again from step 0.\n"
-        assert run.err.endswith(f"toolkit: {found.words}\n" + (hint if status == "failed" else ""))
+        assert run.err.endswith(f"toolkit: {shown.words}\n" + (hint if status == "failed" else ""))
 
 
 def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:

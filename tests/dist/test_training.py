@@ -27,36 +27,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("training") / "found.json"
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("training") / "results.json"
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     python(*command, "--rdzv_endpoint", "localhost:0", WORKER, model, out, code=0)
     result: dict[str, Any] = json.loads(out.read_text())
     return {**result, "out": out.parent, "model": model}
 
 
-def test_ddp_reduces_once_a_step_however_many_micro_batches(found: dict[str, Any]) -> None:
-    whole, split = found["accumulation"]["ddp 1"], found["accumulation"]["ddp 4"]
+def test_ddp_reduces_once_a_step_however_many_micro_batches(results: dict[str, Any]) -> None:
+    whole, split = results["accumulation"]["ddp 1"], results["accumulation"]["ddp 4"]
     assert split["reductions"] == whole["reductions"] == len(whole["losses"])
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp"])
-def test_accumulation_equals_one_large_batch(found: dict[str, Any], sharding: str) -> None:
-    whole, split = found["accumulation"][f"{sharding} 1"], found["accumulation"][f"{sharding} 4"]
+def test_accumulation_equals_one_large_batch(results: dict[str, Any], sharding: str) -> None:
+    whole, split = results["accumulation"][f"{sharding} 1"], results["accumulation"][f"{sharding} 4"]
     assert split["tokens"] == whole["tokens"]
     for name in ("losses", "norms"):
         assert split[name] == pytest.approx(whole[name], rel=1e-5), name
 
 
-def test_the_learning_rate_advances_once_a_step_whatever_the_ranks(found: dict[str, Any]) -> None:
+def test_the_learning_rate_advances_once_a_step_whatever_the_ranks(results: dict[str, Any]) -> None:
     expected = [3e-3, 5e-3, 5e-3, 3e-3]
-    for run in found["accumulation"].values():
+    for run in results["accumulation"].values():
         assert run["lr"] == pytest.approx(expected)
 
 
-def test_numbers_that_are_not_finite_end_the_run_with_the_weights_of_the_step_before(found: dict[str, Any]) -> None:
-    assert len(found["not_finite"]) == 14
-    for cell, result in found["not_finite"].items():
+def test_numbers_that_are_not_finite_end_the_run_with_the_weights_of_the_step_before(results: dict[str, Any]) -> None:
+    assert len(results["not_finite"]) == 14
+    for cell, result in results["not_finite"].items():
         assert "step 3" in result["said"], cell
         assert "Weights are those of step 2" in result["said"], cell
         assert "sample-3" in result["said"], cell
@@ -78,9 +78,9 @@ def test_a_checkpoint_holds_no_later_step(model: Path, tmp_path: Path) -> None:
     assert [event["step"] for event in events] == [1, 2, 3, 4, 5]
 
 
-def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> None:
+def test_fp16_skips_a_step_that_overflows_and_goes_on(results: dict[str, Any]) -> None:
     able = "fp16" in hardware().device.dtypes
-    for sharding, result in found["scaling"].items():
+    for sharding, result in results["scaling"].items():
         assert ("refused" not in result) == able, sharding
         if not able:
             assert "does not compute it" in result["refused"]
@@ -92,16 +92,16 @@ def test_fp16_skips_a_step_that_overflows_and_goes_on(found: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("cell", ["ddp", "zero1", "zero3", "fsdp", "fsdp_grad_op"])
-def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: str) -> None:
-    folder = found["out"] / cell
+def test_a_whole_model_loads_in_plain_transformers(results: dict[str, Any], cell: str) -> None:
+    folder = results["out"] / cell
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert all(parameter.numel() for parameter in model.parameters())
     assert model.config.use_cache
-    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(found["model"])) == 250
-    assert found["saved"][cell]["logits_error"] <= 1e-5
-    reference = AutoModelForCausalLM.from_pretrained(found["out"] / "ddp")
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(results["model"])) == 250
+    assert results["saved"][cell]["logits_error"] <= 1e-5
+    reference = AutoModelForCausalLM.from_pretrained(results["out"] / "ddp")
     probe = torch.arange(3, 35)[None]
     with torch.no_grad():
         mine, theirs = model(probe).logits, reference(probe).logits
@@ -110,58 +110,58 @@ def test_a_whole_model_loads_in_plain_transformers(found: dict[str, Any], cell: 
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
-def test_a_users_own_model_is_saved(found: dict[str, Any], sharding: str) -> None:
+def test_a_users_own_model_is_saved(results: dict[str, Any], sharding: str) -> None:
     base, own = (
-        load_file(folder / "model.safetensors") for folder in (found["model"], found["out"] / f"own-{sharding}")
+        load_file(folder / "model.safetensors") for folder in (results["model"], results["out"] / f"own-{sharding}")
     )
     assert base.keys() == own.keys()
     assert all(base[name].equal(own[name]) for name in base)
-    config = json.loads((found["out"] / f"own-{sharding}" / "config.json").read_text())
+    config = json.loads((results["out"] / f"own-{sharding}" / "config.json").read_text())
     assert (config["architectures"], config["use_cache"]) == (["LlamaForCausalLM"], True)
 
 
-def test_an_adapter_of_peft_s_own_is_saved_and_a_bad_place_refused_on_every_rank(found: dict[str, Any]) -> None:
-    files = {path.name for path in (found["out"] / "own-ddp").iterdir()}
+def test_an_adapter_of_peft_s_own_is_saved_and_a_bad_place_refused_on_every_rank(results: dict[str, Any]) -> None:
+    files = {path.name for path in (results["out"] / "own-ddp").iterdir()}
     assert files >= {"adapter_config.json", "adapter_model.safetensors"}
-    for result in found["saved_without_a_spec"].values():
+    for result in results["saved_without_a_spec"].values():
         assert result["refused"] == 2 * [len(result["said"])]
         assert "cannot be made" in result["said"]
 
 
 @pytest.mark.parametrize("cell", ["zero3 lora", "fsdp lora", "zero3 qlora", "fsdp qlora"])
-def test_an_adapter_loads_in_plain_peft(found: dict[str, Any], cell: str) -> None:
+def test_an_adapter_loads_in_plain_peft(results: dict[str, Any], cell: str) -> None:
     from peft import PeftModel
 
-    base = AutoModelForCausalLM.from_pretrained(found["model"])
+    base = AutoModelForCausalLM.from_pretrained(results["model"])
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}
-    model = PeftModel.from_pretrained(base, found["out"] / cell.replace(" ", "-"))
+    model = PeftModel.from_pretrained(base, results["out"] / cell.replace(" ", "-"))
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
     assert len(adapters) == 2 * 7 * 2
     assert all(p.numel() and p.abs().sum() > 0 for p in adapters.values())
     assert len(before) == 21
-    assert found["saved"][cell]["logits_error"] <= 1e-5
+    assert results["saved"][cell]["logits_error"] <= 1e-5
 
 
-def test_engines_agree_on_the_evaluation_loss(found: dict[str, Any]) -> None:
+def test_engines_agree_on_the_evaluation_loss(results: dict[str, Any]) -> None:
     for cell in ("zero1", "zero3", "fsdp", "fsdp_grad_op"):
-        evaluated = found["saved"][cell]["evaluated"]
-        assert evaluated == pytest.approx(found["saved"]["ddp"]["evaluated"], rel=1e-5), cell
+        evaluated = results["saved"][cell]["evaluated"]
+        assert evaluated == pytest.approx(results["saved"]["ddp"]["evaluated"], rel=1e-5), cell
 
 
 @pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 1e-3)])
-def test_offload_changes_no_loss(found: dict[str, Any], precision: str, close: float) -> None:
-    reference = found["saved"][f"ddp none {precision}"]["losses"]
+def test_offload_changes_no_loss(results: dict[str, Any], precision: str, close: float) -> None:
+    reference = results["saved"][f"ddp none {precision}"]["losses"]
     for cell in ("zero1 optimizer", "zero2 optimizer", "zero3 optimizer", "zero3 cpu"):
-        result = found["saved"][f"{cell} {precision}"]
+        result = results["saved"][f"{cell} {precision}"]
         assert result["losses"] == pytest.approx(reference, rel=close), cell
         # The same kernels on the same values; rotary frequencies that are cast too would show here.
         assert result["logits_error"] <= 1e-6, cell
 
 
 @pytest.mark.parametrize("cell", ["ddp", "zero1", "zero3", "fsdp", "zero3 lora", "fsdp lora"])
-def test_a_sample_of_all_ranks_is_the_answer_of_the_saved_model(found: dict[str, Any], cell: str) -> None:
+def test_a_sample_of_all_ranks_is_the_answer_of_the_saved_model(results: dict[str, Any], cell: str) -> None:
     text = generate(
-        found["out"] / cell.replace(" ", "-"), "w7 w8", stream=False
+        results["out"] / cell.replace(" ", "-"), "w7 w8", stream=False
     )  # of 62 tokens: the model has 64 places
     assert text.startswith("w")
-    assert found["saved"][cell]["sample"] == f"step 3: sample: {text}"
+    assert results["saved"][cell]["sample"] == f"step 3: sample: {text}"

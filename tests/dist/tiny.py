@@ -221,8 +221,8 @@ def dequantized(source: Path, folder: Path, **options: Any) -> Path:
 
 def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Path) -> dict[int, list[dict[str, Any]]]:
     """Number of ranks → cells of the matrix, to what each gave, in order."""
-    found = run_groups("matrix_worker.py", list(groups.items()), folder, scratch)
-    return dict(zip(groups, found, strict=True))
+    given = run_groups("matrix_worker.py", list(groups.items()), folder, scratch)
+    return dict(zip(groups, given, strict=True))
 
 
 def run_groups(
@@ -233,12 +233,12 @@ def run_groups(
     (scratch / "cells.json").write_text(json.dumps(groups), encoding="utf-8")
     path = Path(__file__).with_name(worker)
     python(path, scratch, folder, code=0)
-    found = [
-        json.loads((scratch / f"found-{number}.json").read_text(encoding="utf-8")) for number in range(len(groups))
+    given = [
+        json.loads((scratch / f"given-{number}.json").read_text(encoding="utf-8")) for number in range(len(groups))
     ]
-    errors = [(result["cell"], result["error"]) for results in found for result in results if "error" in result]
+    errors = [(result["cell"], result["error"]) for results in given for result in results if "error" in result]
     assert not errors, errors[0]
-    return found
+    return given
 
 
 def assert_alike(

@@ -55,7 +55,7 @@ def accumulation(folder: str) -> dict[str, Any]:
     from toolkit.config.train_config import TrainConfig
     from toolkit.training.loop import train
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for sharding in ("ddp", "zero2", "zero3", "fsdp"):
         for micro, steps in ((8, 1), (2, 4)):
             reset()
@@ -65,14 +65,14 @@ def accumulation(folder: str) -> dict[str, Any]:
             prepared, schedule, _ = build(folder, train_config, sharding=sharding)
             reduced = count_reductions(prepared.model) if sharding == "ddp" else []
             done = list(train(prepared, micro_batches(train_config, 64), schedule))
-            found[f"{sharding} {steps}"] = {
+            results[f"{sharding} {steps}"] = {
                 "losses": [step.loss for step in done],
                 "norms": [step.grad_norm for step in done],
                 "lr": [step.lr for step in done],
                 "tokens": [step.tokens for step in done],
                 "reductions": len(reduced),
             }
-    return found
+    return results
 
 
 def _poisoned(prepared: Any, at: int, how: str) -> Callable[[], None]:
@@ -107,7 +107,7 @@ def not_finite(folder: str) -> dict[str, Any]:
     from toolkit.core.errors import NotFinite
     from toolkit.training.loop import train
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     cells = [(word, "fp32", how) for word in ("ddp", "zero1", "zero2", "zero3", "fsdp") for how in ("loss", "gradient")]
     cells += [(word, "bf16", "gradient") for word in ("ddp", "zero2", "zero3", "fsdp")]
     for sharding, precision, how in cells:
@@ -123,8 +123,8 @@ def not_finite(folder: str) -> dict[str, Any]:
             said = str(error)
         after = weights(prepared)
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found[f"{sharding} {precision} {how}"] = {"said": said, "same": _everywhere(prepared, same)}
-    return found
+        results[f"{sharding} {precision} {how}"] = {"said": said, "same": _everywhere(prepared, same)}
+    return results
 
 
 def scaling(folder: str) -> dict[str, Any]:
@@ -133,19 +133,19 @@ def scaling(folder: str) -> dict[str, Any]:
     from toolkit.core.errors import StrategyError
     from toolkit.training.loop import train
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for sharding in ("zero1", "zero2", "zero3"):
         reset()
         train_config = TrainConfig(micro_batch=2, seq_len=16, steps=8, lr=5e-3, warmup=0)
         try:
             prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision="fp16")
         except StrategyError as error:
-            found[sharding] = {"refused": str(error)}
+            results[sharding] = {"refused": str(error)}
             continue
         _poisoned(prepared, 3, "gradient")
         done = list(train(prepared, micro_batches(train_config, 32), schedule))
-        found[sharding] = {"skipped": [step.skipped for step in done], "losses": [step.loss for step in done]}
-    return found
+        results[sharding] = {"skipped": [step.skipped for step in done], "losses": [step.loss for step in done]}
+    return results
 
 
 SAMPLED = ("ddp", "zero1", "zero3", "fsdp")
@@ -176,7 +176,7 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
     from toolkit.training.metrics import evaluate
     from toolkit.training.preparation import audit
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     cells = [{"sharding": sharding} for sharding in ("ddp", "zero1", "zero3", "fsdp", "fsdp_grad_op")]
     cells += [{"sharding": sharding, "adapter": word} for sharding in ("zero3", "fsdp") for word in ("lora", "qlora")]
     offloads = [(f"zero{stage}", "optimizer") for stage in (1, 2, 3)] + [("ddp", "none"), ("zero3", "cpu")]
@@ -203,13 +203,13 @@ def saved(folder: str, out: Path) -> dict[str, Any]:
         export = verify(prepared, target, planned, probe)
         error = export.logits_error if export else None
         sample = sampled(prepared, tokenizer) if words["sharding"] in SAMPLED and len(words) < 3 else None
-        found[" ".join(words.values())] = {
+        results[" ".join(words.values())] = {
             "losses": losses,
             "evaluated": evaluated,
             "logits_error": error,
             "sample": sample,
         }
-    return found
+    return results
 
 
 def saved_without_a_spec(folder: str, out: Path) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def saved_without_a_spec(folder: str, out: Path) -> dict[str, Any]:
     from toolkit.training.preparation import prepare, prepared
     from toolkit.training.setup import accelerator as make
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     (out / "file").write_text("")
     for sharding, adapter in (("ddp", True), ("fsdp", False), ("zero3", False)):
         reset()
@@ -239,8 +239,8 @@ def saved_without_a_spec(folder: str, out: Path) -> dict[str, Any]:
         except RunError as error:
             refused = str(error)
         save(ours, None, out / f"own-{sharding}")
-        found[sharding] = {"refused": accelerator.gather(torch.tensor([len(refused)])).tolist(), "said": refused}
-    return found
+        results[sharding] = {"refused": accelerator.gather(torch.tensor([len(refused)])).tolist(), "said": refused}
+    return results
 
 
 def _everywhere(prepared: Any, true: bool) -> bool:
@@ -254,7 +254,7 @@ def main(folder: str, out: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    found = {
+    results = {
         "accumulation": accumulation(folder),
         "not_finite": not_finite(folder),
         "scaling": scaling(folder),
@@ -262,7 +262,7 @@ def main(folder: str, out: str) -> None:
         "saved_without_a_spec": saved_without_a_spec(folder, Path(out).parent),
     }
     if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

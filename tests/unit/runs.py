@@ -119,12 +119,12 @@ def write(
     path: Path,
     events: Iterable[dict[str, Any]],
     *,
-    found: dict[str, Any] | None = None,
+    record: dict[str, Any] | None = None,
     memory: dict[str, Any] | None = None,
 ) -> folder.Folder:
     """A run's folder, that nobody holds any more."""
     with folder.enter(path) as run:
-        atomic_io.write_json(run.run_json, found or about())
+        atomic_io.write_json(run.run_json, record or about())
         run.logs.mkdir()
         for line in events:
             run.append_event(line)
@@ -144,7 +144,7 @@ SCRIPT = {"kind": "script", "name": "mine.py", "arguments": [], "sha256": ""}
 def own(path: Path, target: dict[str, Any] | None = None, **changes: Any) -> folder.Folder:
     """A run of somebody's own code: a script, but for what `target` changes."""
     known = {"target": SCRIPT | (target or {}), "train_config": {}, "run_config": {}}
-    return write(path, [], found=about(**{**known, **changes}))
+    return write(path, [], record=about(**{**known, **changes}))
 
 
 def manifest(**changes: Any) -> Manifest:

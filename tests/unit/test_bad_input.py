@@ -249,7 +249,7 @@ def test_json_overwrites_its_own_file_alone(tmp_path: Path, capsys: pytest.Captu
 def test_a_finished_run_refuses_what_would_change_nothing_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = runs.write(tmp_path / "run", [], found=runs.about(RunConfig(data=MARK), finished=timestamp()))
+    run = runs.write(tmp_path / "run", [], record=runs.about(RunConfig(data=MARK), finished=timestamp()))
     words = "--model b --data c --lr 0.5 --sharding fsdp --attention sdpa --precision auto --processes 4 --timeout 9"
     assert cli.main(["resume", str(run.path), *words.split()]) == 2
     changes = "--model b (it was embedded) and --lr 0.5 (it was 0.001) and --sharding fsdp (it was zero3)"
@@ -279,7 +279,7 @@ def test_fields_without_effect_are_refused() -> None:
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint it could only begin at step 0, and replace what it saved."""
-    run = runs.write(tmp_path / "run", [runs.event(20)], found=runs.about(finished=timestamp()), memory=runs.memory())
+    run = runs.write(tmp_path / "run", [runs.event(20)], record=runs.about(finished=timestamp()), memory=runs.memory())
     run.export.mkdir()
     assert cli.main(["resume", str(run.path)]) == 0
     assert "For more steps" not in capsys.readouterr().err

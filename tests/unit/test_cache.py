@@ -59,7 +59,7 @@ def test_a_copy_of_the_sources_keeps_what_lora_traced_without_bitsandbytes(monke
 
     def installed(**options: Any) -> Iterator[metadata.Distribution]:
         missing = ("accelerate-toolkit", "bitsandbytes")
-        return (found for found in discover(**options) if found.metadata["Name"] not in missing)
+        return (each for each in discover(**options) if each.metadata["Name"] not in missing)
 
     spec, strategy = describe(None), Strategy(sharding="none", adapter="lora")
     (config,) = trace_configs(resolve(strategy, TrainConfig(), spec, 1, hardware("cpu").device), masked=True)

@@ -33,13 +33,13 @@ CONES = {
 
 def parse(image: str) -> ElementTree.Element:
     """The SVG in an image, with what every picture has to have."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r'<img alt="([^"]+)" width="760" height="(\d+)" [^>]*src="data:image/svg\+xml;base64,([^"]+)">', image
     )
-    assert found
-    root = ElementTree.fromstring(base64.b64decode(found[3]))
+    assert match
+    root = ElementTree.fromstring(base64.b64decode(match[3]))
     assert root.tag == f"{SVG}svg"
-    assert root.get("viewBox") == f"0 0 760 {found[2]}"
+    assert root.get("viewBox") == f"0 0 760 {match[2]}"
     assert "fill: #ffffff" in next(root.iter(f"{SVG}path")).get("style", ""), "white, on a dark page too"
     return root
 
@@ -231,10 +231,10 @@ def test_without_matplotlib_the_fix_stands_in_its_place(monkeypatch: pytest.Monk
 def test_a_table_stands_beside_its_picture(rows: int, folded: bool) -> None:
     svg = bars([Bar(label="peak", parts={"logits": MiB})], title="Peak")
     table = Table(title="Peak", columns=("part", "bytes"), rows=(("logits", str(row)) for row in range(rows)))
-    found = figure(svg, table)
-    assert svg in found
-    assert found.count("<tr>") == rows + 1
-    assert ("<details><summary>Peak: 13 rows</summary>" in found) == folded
+    shown = figure(svg, table)
+    assert svg in shown
+    assert shown.count("<tr>") == rows + 1
+    assert ("<details><summary>Peak: 13 rows</summary>" in shown) == folded
 
 
 def test_a_forecast_shows_its_peak() -> None:

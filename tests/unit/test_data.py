@@ -276,9 +276,9 @@ def test_what_a_folder_holds(name: str, tmp_path: Path) -> None:
     for file in there.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    found = data.find_source(tmp_path)
-    assert [path.relative_to(tmp_path).as_posix() for path in found.files] == taken.split()
-    assert found.summary == summary
+    source = data.find_source(tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in source.files] == taken.split()
+    assert source.summary == summary
 
 
 @pytest.mark.parametrize(
@@ -548,8 +548,8 @@ def test_loss_of_rows_is_the_loss_of_the_documents(packing: bool, tokenizer: Any
     expected = sum(summed(model, {"input_ids": ids, "labels": ids}) for ids in alone)
     assert rows.tokens == sum(ids.numel() for ids in alone)
     assert rows.trained_tokens == sum(ids.numel() - 1 for ids in alone)
-    found = summed(model, rows.batch(range(rows.count)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    loss = summed(model, rows.batch(range(rows.count)))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 def test_training_with_checkpointing_keeps_documents_apart(tokenizer: Any, tmp_path: Path) -> None:
@@ -614,13 +614,13 @@ def document(ids: list[int], trained: str = "", atomic: bool = False, split: int
 
 def rows_of(documents: list[Encoded], **how: Any) -> tuple[list[dict[str, list[int]]], Counts]:
     counts = Counts()
-    found = pack_rows(documents, counts, **{"kind": "causal", "packed": True, "seq_len": 6, "pad": 2, **how})
-    return [{name: column.tolist() for name, column in row.items()} for row in found], counts
+    packed_rows = pack_rows(documents, counts, **{"kind": "causal", "packed": True, "seq_len": 6, "pad": 2, **how})
+    return [{name: column.tolist() for name, column in row.items()} for row in packed_rows], counts
 
 
 def test_packed_text_flows_on() -> None:
-    found, counts = rows_of([document([5, 6, 7, 2]), document([8, 9, 10, 11, 2])])
-    assert found == [
+    packed_rows, counts = rows_of([document([5, 6, 7, 2]), document([8, 9, 10, 11, 2])])
+    assert packed_rows == [
         {"input_ids": [5, 6, 7, 2, 8, 9], "labels": [-100, 6, 7, 2, -100, 9], "position_ids": [0, 1, 2, 3, 0, 1]},
         {
             "input_ids": [10, 11, 2, 2, 2, 2],
@@ -634,27 +634,29 @@ def test_packed_text_flows_on() -> None:
 def test_packed_conversations_stay_whole() -> None:
     long = document(list(range(10, 18)), "00011111", atomic=True)
     prompt_only = document(list(range(20, 28)), "00000001", atomic=True)
-    found, counts = rows_of([document([5, 6, 7, 2], "0011", True), long, document([8, 2], "01", True), prompt_only])
-    assert [row["input_ids"] for row in found] == [[10, 11, 12, 13, 14, 15], [5, 6, 7, 2, 8, 2]]
-    assert [row["labels"] for row in found] == [[-100] * 3 + [13, 14, 15], [-100, -100, 7, 2, -100, 2]]
+    packed_rows, counts = rows_of(
+        [document([5, 6, 7, 2], "0011", True), long, document([8, 2], "01", True), prompt_only]
+    )
+    assert [row["input_ids"] for row in packed_rows] == [[10, 11, 12, 13, 14, 15], [5, 6, 7, 2, 8, 2]]
+    assert [row["labels"] for row in packed_rows] == [[-100] * 3 + [13, 14, 15], [-100, -100, 7, 2, -100, 2]]
     assert counts == Counts(documents=4, tokens=12, trained_tokens=6, truncated=2, dropped=1, longest=8)
 
 
 def test_padded() -> None:
-    found, counts = rows_of([document([5, 6, 2]), document([7, 8, 9, 10, 11, 12, 2])], packed=False)
-    assert found[0] == {
+    packed_rows, counts = rows_of([document([5, 6, 2]), document([7, 8, 9, 10, 11, 12, 2])], packed=False)
+    assert packed_rows[0] == {
         "input_ids": [5, 6, 2, 2, 2, 2],
         "labels": [-100, 6, 2] + [-100] * 3,
         "attention_mask": [1, 1, 1, 0, 0, 0],
     }
-    assert [row["input_ids"] for row in found[1:]] == [[7, 8, 9, 10, 11, 12]]
+    assert [row["input_ids"] for row in packed_rows[1:]] == [[7, 8, 9, 10, 11, 12]]
     assert counts == Counts(documents=2, tokens=9, trained_tokens=7, dropped=1, longest=7)
 
 
 def test_seq2seq() -> None:
     pair, text = document([5, 6, 2, 7, 2], "00011", True, 3), document([1, 3, 4, 5, 6, 7, 8, 9])
-    found, counts = rows_of([pair, text], kind="seq2seq", seq_len=3, packed=False, pad=0)
-    assert found == [
+    packed_rows, counts = rows_of([pair, text], kind="seq2seq", seq_len=3, packed=False, pad=0)
+    assert packed_rows == [
         {"input_ids": [5, 6, 2], "labels": [7, 2, -100], "attention_mask": [1, 1, 1]},
         {"input_ids": [1, 3, 4], "labels": [5, 6, 7], "attention_mask": [1, 1, 1]},
         {"input_ids": [8, 0, 0], "labels": [9, -100, -100], "attention_mask": [1, 0, 0]},
@@ -675,8 +677,8 @@ LONG = document(list(range(10, 24)), "00001111111111", atomic=True)
 )
 def test_too_long(too_long: str, rows: list[list[int]], figures: dict[str, int]) -> None:
     for packed in (True, False):
-        found, counts = rows_of([LONG], too_long=too_long, packed=packed)
-        assert [row["input_ids"] for row in found] == rows
+        packed_rows, counts = rows_of([LONG], too_long=too_long, packed=packed)
+        assert [row["input_ids"] for row in packed_rows] == rows
         assert {name: getattr(counts, name) for name in figures} == figures
         assert (counts.documents, counts.longest) == (1, 14)
     text = document(list(range(10, 18)))
@@ -921,10 +923,10 @@ def test_several_processes_give_the_same_rows(tokenizer: Any, tmp_path: Path, mo
 
     def prepare() -> dict[str, Any]:
         rows = data.prepare_data(tmp_path / "mixed", tokenizer, LLAMA_SPEC, seq_len=16, chat_template=TEMPLATE)
-        found = {name: column.tolist() for name, column in rows.columns.items()}
+        columns = {name: column.tolist() for name, column in rows.columns.items()}
         (rows.folder / "meta.json").rename(tmp_path / "meta.json")
         rows.folder.rename(tmp_path / f"rows-{len(list(tmp_path.iterdir()))}")
-        return {**found, "meta": (tmp_path / "meta.json").read_text()}
+        return {**columns, "meta": (tmp_path / "meta.json").read_text()}
 
     alone, environ = prepare(), os.environ
     monkeypatch.setattr(tokenization, "PROCESS_BYTES", 1)
@@ -963,9 +965,9 @@ def gone(group):
 
 def until(true):
     deadline = time.monotonic() + 60
-    while not (found := true()) and time.monotonic() < deadline:
+    while not (value := true()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return found
+    return value
 
 for number, as_it_forks in ((signal.SIGKILL, False), (signal.SIGINT, False), (signal.SIGINT, True)):
     parent = os.fork()
@@ -985,8 +987,8 @@ def test_processes_that_tokenize_end_with_their_parent(tokenizer_folder: Path, t
     path = jsonl(tmp_path / "m.jsonl", *[{"messages": CHAT}] * 20_000)
     spec = json.dumps({field.name: getattr(LLAMA_SPEC, field.name) for field in fields(ModelSpec)})
     done = python("-c", ENDED, tokenizer_folder, path, spec, TEMPLATE, code=0)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found == [[-signal.SIGKILL, True], [-signal.SIGINT, True], [-signal.SIGINT, True]], done.stderr
+    endings = [json.loads(line) for line in done.stdout.splitlines()]
+    assert endings == [[-signal.SIGKILL, True], [-signal.SIGINT, True], [-signal.SIGINT, True]], done.stderr
 
 
 # ---- order and batches
@@ -1035,16 +1037,16 @@ def test_a_step_is_the_same_on_any_ranks(rows: data.Rows) -> None:
     steps = []
     for micro, accumulation, ranks in splits:
         train_config = TrainConfig(micro_batch=micro, accumulation=accumulation, steps=2 * rows.count // 4)
-        found = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, train_config, ranks)]
+        inputs = [torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, train_config, ranks)]
         ids = [data.sample_ids(rows, train_config, dp_size=ranks, step=step) for step in range(train_config.steps)]
-        assert all(torch.equal(rows.batch(of)["input_ids"], step) for of, step in zip(ids, found, strict=True))
-        assert [step.dtype for step in found] == [torch.int64] * train_config.steps
-        steps.append((torch.stack(found), [data.hash_ids(of) for of in ids]))
+        assert all(torch.equal(rows.batch(of)["input_ids"], step) for of, step in zip(ids, inputs, strict=True))
+        assert [step.dtype for step in inputs] == [torch.int64] * train_config.steps
+        steps.append((torch.stack(inputs), [data.hash_ids(of) for of in ids]))
         resumed = [
             torch.cat([batch["input_ids"] for batch in step]) for step in taken(rows, train_config, ranks, start=3)
         ]
         assert torch.equal(torch.stack(resumed), steps[0][0][3:])
-    assert all(torch.equal(found, steps[0][0]) and hashes == steps[0][1] for found, hashes in steps)
+    assert all(torch.equal(inputs, steps[0][0]) and hashes == steps[0][1] for inputs, hashes in steps)
     assert len(set(steps[0][1])) == len(steps[0][1]), "two steps took the same samples"
 
 

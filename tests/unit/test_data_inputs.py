@@ -96,8 +96,8 @@ def test_csv(name: str, tmp_path: Path) -> None:
 
 def test_a_csv_text_keeps_its_digits_after_many_rows(tmp_path: Path) -> None:
     rows = "".join(f"p{n},{'word' if n < 10_000 else '007'}\n" for n in range(15_000))
-    found = contents(write(tmp_path / "a.csv", HEAD + rows))
-    assert [completion for _, completion in found] == ["word"] * 10_000 + ["007"] * 5_000
+    pairs = contents(write(tmp_path / "a.csv", HEAD + rows))
+    assert [completion for _, completion in pairs] == ["word"] * 10_000 + ["007"] * 5_000
 
 
 REFUSED_CSV: dict[str, tuple[Any, str]] = {
@@ -623,8 +623,8 @@ def called(arguments: object) -> dict[str, Any]:
     ],
 )
 def test_a_message_is_what_its_fields_say(message: dict[str, Any], right: dict[str, Any]) -> None:
-    found = find_format(["messages"], "auto", {})
-    kind, content = found.document({"messages": [USER, message]})
+    form = find_format(["messages"], "auto", {})
+    kind, content = form.document({"messages": [USER, message]})
     (_, answer) = content["messages"]
     assert (kind, answer["role"]) == ("messages", "assistant")
     assert {name: answer[name] for name in right} == right

@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> Path:
     words = {"strategy": dataclasses.asdict(result.strategy), "train_config": dataclasses.asdict(result.train_config)}
     memory = {"measured": measured, "reason": None, "forecast": result.to_dict()}
     memory["audits"] = [{"measured": {"dtypes": dtypes}}]
-    runs.write(folder, [], found=runs.about(RunConfig(), **words), memory=memory)
+    runs.write(folder, [], record=runs.about(RunConfig(), **words), memory=memory)
     return folder
 
 

@@ -100,7 +100,7 @@ def life(base: Path, run: Path, *, ending: bool = False, **words: Any) -> Traine
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """Each run once, when it is first asked for. Tests copy what they damage."""
     root = tmp_path_factory.mktemp("lives")
-    found: dict[str, Trained] = {}
+    lives: dict[str, Trained] = {}
 
     def get(name: str) -> Trained:
         kind, words = CELLS[name]
@@ -110,9 +110,9 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
             getattr(tiny, "llama" if changes else kind)(base, **changes)
             # transformers calls it invalid, and many published models have it.
             (base / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
-        if name not in found:
-            found[name] = life(base, root / f"run {name}", **words)
-        return found[name]
+        if name not in lives:
+            lives[name] = life(base, root / f"run {name}", **words)
+        return lives[name]
 
     return get
 
@@ -129,13 +129,13 @@ def kind_of(base: Path) -> str:
 
 
 def headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    found = {}
+    parts = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                found[name] = (part.get_dtype(), part.get_shape())
-    return found
+                parts[name] = (part.get_dtype(), part.get_shape())
+    return parts
 
 
 # What comes out is what was trained
@@ -254,8 +254,8 @@ def test_an_adapter_opens_in_peft_as_it_was_trained(name: str, lives: Lives, tmp
     assert trained
     assert all(torch.equal(state[key], was.state[key]) for key in trained)
     assert any(was.state[key].any() for key in trained if "lora_B" in key)
-    found = said(model, kind_of(was.base))
-    assert (found - was.logits).norm() / was.logits.norm() <= (1e-2 if "bf16" in name else 1e-6)
+    logits = said(model, kind_of(was.base))
+    assert (logits - was.logits).norm() / was.logits.norm() <= (1e-2 if "bf16" in name else 1e-6)
     if name in (
         "lora",
         "qlora",
@@ -317,8 +317,8 @@ def test_a_merged_model_says_what_was_trained(name: str, limit: float, lives: Li
         assert frozen
         assert all(torch.equal(model.state_dict()[key], source[key]) for key in frozen)
     kind = kind_of(was.base)
-    found, before = said(model, kind), said(opened(was.base, was.base, dtype=torch.float32), kind)
-    error = float((found - was.logits).norm() / was.logits.norm())
+    logits, before = said(model, kind), said(opened(was.base, was.base, dtype=torch.float32), kind)
+    error = float((logits - was.logits).norm() / was.logits.norm())
     moved = float((before - was.logits).norm() / was.logits.norm())
     assert error <= limit
     assert moved > 4 * limit, "training has to show, or merging nothing would pass too"
@@ -418,9 +418,9 @@ def test_a_buffer_is_exported_as_training_left_it(changed: bool, lives: Lives, t
     crafted = dataclasses.replace(manifest, files=files, tensors=about)
     (checkpoint / "manifest.json").write_bytes(crafted.encode())
     export(checkpoint, tmp_path / "out")
-    found, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", was.base))
-    assert found.keys() == before.keys()
-    assert torch.equal(found[name], tensors[key] if changed else before[name])
+    saved, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", was.base))
+    assert saved.keys() == before.keys()
+    assert torch.equal(saved[name], tensors[key] if changed else before[name])
 
 
 # What is refused leaves nothing behind
@@ -628,9 +628,9 @@ def test_the_shell_says_the_same(lives: Lives, tmp_path: Path, capfd: pytest.Cap
     was = lives("lora")
     out = str(tmp_path / "out")
     assert cli.main(["export", str(was.run), "-o", out, "--merge", "--dtype", "fp32", "--json", "-"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["folder"], found["adapter"], found["step"]) == (out, False, read_manifest(was.checkpoint).step)
-    assert found["load"] == f"AutoModelForCausalLM.from_pretrained({out!r})"
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["folder"], printed["adapter"], printed["step"]) == (out, False, read_manifest(was.checkpoint).step)
+    assert printed["load"] == f"AutoModelForCausalLM.from_pretrained({out!r})"
     assert cli.main(["export", str(was.run), "-o", out]) == 2
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1

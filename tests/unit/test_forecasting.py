@@ -857,14 +857,14 @@ def test_a_plan_is_written_and_its_command_said(tmp_path: Path, capsys: pytest.C
 def test_a_forecast_for_several_devices_without_a_sharding_shows_them_side_by_side(tmp_path: Path) -> None:
     """The rows are the forecasts of each sharding alone, and the plan's best."""
     words = ["forecast", "--hardware", "2x H100", "--seq-len", "64", "--micro-batch", "2", "--json"]
-    found = {}
+    printed = {}
     for name, more in {"open": [], "zero3": ["--sharding", "zero3"]}.items():
         assert main([*words, str(tmp_path / name), *more]) == 0
-        found[name] = json.loads((tmp_path / name).read_text())
-    assert set(found["open"]["shardings"]) == {"ddp", "zero2", "zero3", "fsdp"}
-    one = found["open"]["shardings"]["zero3"]["forecast"]
-    assert one["device"]["peak_bytes"] == found["zero3"]["device"]["peak_bytes"]
-    assert found["open"]["choice"]["global_batch"] == 4
+        printed[name] = json.loads((tmp_path / name).read_text())
+    assert set(printed["open"]["shardings"]) == {"ddp", "zero2", "zero3", "fsdp"}
+    one = printed["open"]["shardings"]["zero3"]["forecast"]
+    assert one["device"]["peak_bytes"] == printed["zero3"]["device"]["peak_bytes"]
+    assert printed["open"]["choice"]["global_batch"] == 4
 
 
 def test_a_command_in_several_lines_can_be_pasted() -> None:

@@ -30,9 +30,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("generation")
     for name in ("whole", "adapter", "unsaved"):
         fields = {"model": str(root / "whole" / "export"), "data": "embedded"}
-        found = runs.about(tk.RunConfig(**fields), finished=timestamp())
-        found["strategy"] |= {"adapter": "lora" if name == "adapter" else "none", "precision": "fp32"}
-        runs.write(root / name, [], found=found)
+        record = runs.about(tk.RunConfig(**fields), finished=timestamp())
+        record["strategy"] |= {"adapter": "lora" if name == "adapter" else "none", "precision": "fp32"}
+        runs.write(root / name, [], record=record)
     base = tiny.llama(root / "whole" / "export", max_position_embeddings=64)
     # Many published models sample by default, and end at a token of their own.
     (base / "generation_config.json").write_text(

@@ -28,8 +28,8 @@ def shown() -> Iterator[CapturedIO]:
     """What the cells' outputs get."""
     shell = InteractiveShell.instance()
     try:
-        with capture_output() as found:
-            yield found
+        with capture_output() as captured:
+            yield captured
     finally:
         shell.clear_instance()
 
@@ -51,8 +51,8 @@ def followers(folder: Path) -> list[threading.Thread]:
 
 def pages(shown: CapturedIO, *, update: bool) -> list[tuple[str, str]]:
     """The run's, each with the display that it was for."""
-    found = [one for one in shown._outputs if one["update"] is update and "toolkit-run" in str(one["data"])]
-    return [(one["transient"]["display_id"], one["data"]["text/html"]) for one in found]
+    updates = [one for one in shown._outputs if one["update"] is update and "toolkit-run" in str(one["data"])]
+    return [(one["transient"]["display_id"], one["data"]["text/html"]) for one in updates]
 
 
 def test_views_of_one_run_are_brought_up_to_date_together(run: Run, shown: CapturedIO) -> None:

@@ -27,7 +27,7 @@ import toolkit
 from toolkit.cli.parser import build_parser
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MODULES = sorted(found.name for found in pkgutil.walk_packages(toolkit.__path__, "toolkit."))
+MODULES = sorted(imported.name for imported in pkgutil.walk_packages(toolkit.__path__, "toolkit."))
 HEAVY = (
     "accelerate bitsandbytes datasets deepspeed filelock huggingface_hub ipywidgets matplotlib numpy pandas peft psutil "
     "pynvml safetensors tensorboard tokenizers torch tqdm transformers"
@@ -41,13 +41,13 @@ def in_new_process(script: str, *arguments: str, **environment: str) -> subproce
 def test_importing_any_module_imports_nothing_heavy() -> None:
     script = """
 import importlib, json, sys
-heavy, found = sys.argv[1].split(), {}
+heavy, imported = sys.argv[1].split(), {}
 for module in sys.argv[2:]:
     importlib.import_module(module)
-    found[module] = [name for name in heavy if name in sys.modules]
-    for name in found[module]:
+    imported[module] = [name for name in heavy if name in sys.modules]
+    for name in imported[module]:
         del sys.modules[name]
-print(json.dumps(found))
+print(json.dumps(imported))
 """
     process = in_new_process(script, HEAVY, "toolkit", *MODULES)
     assert process.returncode == 0, process.stderr
@@ -94,18 +94,18 @@ def test_no_function_hides_its_module(name: str) -> None:
 
 def public(module: ModuleType) -> dict[str, object]:
     """What a module defines itself under a public name, with the methods and properties of its classes."""
-    found: dict[str, object] = {}
+    members: dict[str, object] = {}
     for name, value in vars(module).items():
         if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
             continue
         if inspect.isfunction(value) or inspect.isclass(value):
-            found[name] = value
+            members[name] = value
         if inspect.isclass(value):
             for inner in vars(value):
                 member = getattr(value, inner)
                 if not inner.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
-                    found[f"{name}.{inner}"] = member
-    return found
+                    members[f"{name}.{inner}"] = member
+    return members
 
 
 @pytest.mark.parametrize("name", ["toolkit", *MODULES])

@@ -62,8 +62,8 @@ def sees_workers():
     one_rank()
     dist.all_reduce(torch.ones(10))
     upstream.wait_for_workers()
-    found = [upstream._is_idle(worker) for worker in upstream.workers()]
-    assert found == [True, True], found
+    idle = [upstream._is_idle(worker) for worker in upstream.workers()]
+    assert idle == [True, True], idle
 
 upstream.wait_at_exit()
 codes = {}

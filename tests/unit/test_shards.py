@@ -47,12 +47,12 @@ class Operations(TorchDispatchMode):
 
 
 def mask(shape: Sequence[int], box: Box) -> torch.Tensor:
-    found = torch.zeros(tuple(shape), dtype=torch.int64)
-    view = found
+    numbers = torch.zeros(tuple(shape), dtype=torch.int64)
+    view = numbers
     for dim, (offset, size) in enumerate(box):
         view = view.narrow(dim, offset, size)
     view += 1
-    return found
+    return numbers
 
 
 def some_shapes(seed: int, count: int) -> Iterator[tuple[random.Random, tuple[int, ...]]]:
@@ -105,10 +105,10 @@ def test_every_flat_range_is_few_boxes_in_order(shape: tuple[int, ...]) -> None:
     elements, most = math.prod(shape), max(1, 2 * len(shape) - 1)
     numbers = torch.arange(elements).view(shape)
     for start, end in itertools.combinations_with_replacement(range(elements + 1), 2):
-        found = list(flat_boxes(whole_box(shape), start, end - start))
-        assert len(found) <= most
-        flat = [sharded(numbers, box).tensor.reshape(-1) for box, _ in found]
-        assert [offset for _, offset in found] == [0, *itertools.accumulate(map(len, flat))][: len(found)]
+        boxes = list(flat_boxes(whole_box(shape), start, end - start))
+        assert len(boxes) <= most
+        flat = [sharded(numbers, box).tensor.reshape(-1) for box, _ in boxes]
+        assert [offset for _, offset in boxes] == [0, *itertools.accumulate(map(len, flat))][: len(boxes)]
         assert torch.cat([*flat, numbers.new_empty(0)]).tolist() == list(range(start, end))
 
 
@@ -203,12 +203,12 @@ def flats(whole: torch.Tensor, count: int) -> list[list[Shard]]:
 
 def flats_of_columns(whole: torch.Tensor, count: int) -> list[list[Shard]]:
     """As TP × ZeRO-1 holds them."""
-    found = []
+    pieces = []
     for (column,) in columns(whole, 2):
         half = column.tensor.numel() // 2 + 1
         for low, high in ((0, half), (half, column.tensor.numel())):
-            found.append([sharded(whole, column.box, start=low, length=high - low)])
-    return found
+            pieces.append([sharded(whole, column.box, start=low, length=high - low)])
+    return pieces
 
 
 LAYOUTS = {"columns": columns, "flats": flats, "rows": rows, "flats of columns": flats_of_columns}

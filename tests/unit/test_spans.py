@@ -418,8 +418,8 @@ def test_calls_of_tools_are_trained_and_results_are_not(template: str, content: 
     ]
     expected = (f"{content}\n" if content else "") + CALLED
     last = "<think>\n\n</think>\n\nb" if template == QWEN_3 else "b"
-    found = trained(encode({"messages": messages, "tools": TOOLS}, template))
-    assert found == [expected, expected, "why<|im_end|>\n", f"{last}<|im_end|>\n"]
+    spans = trained(encode({"messages": messages, "tools": TOOLS}, template))
+    assert spans == [expected, expected, "why<|im_end|>\n", f"{last}<|im_end|>\n"]
     with pytest.raises(DataError, match="line 7: has 'tool_calls', which the chat template does not use"):
         encode({"messages": messages}, CHATML)
     with pytest.raises(DataError, match="line 7: has 'tools', which the chat template does not use"):
@@ -621,8 +621,8 @@ def test_prompt_and_completion_are_one_text(name: str, pair: tuple[str, str]) ->
     encoded = encode({"prompt": prompt, "completion": completion}, tokenizer=tokenizer)
     ids = tokenizer(prompt + completion)["input_ids"]
     assert encoded.ids == [*ids, tokenizer.eos_token_id]
-    (found,) = trained(encoded, tokenizer)
-    assert found.endswith(f"{completion.strip()}</s>" if completion[-1] != " " else f"{completion.lstrip()}</s>")
+    (span,) = trained(encoded, tokenizer)
+    assert span.endswith(f"{completion.strip()}</s>" if completion[-1] != " " else f"{completion.lstrip()}</s>")
     border = encoded.trained.index(True)
     assert len(tokenizer.decode(ids[:border], skip_special_tokens=True).lstrip()) <= len(prompt), (
         "a part is not trained"
@@ -665,5 +665,5 @@ def test_any_content_is_located(name: str) -> None:
     generator = random.Random(name)
     for _ in range(100):
         contents = ["".join(generator.choices(PIECES, k=generator.randint(1, 5))) + "a" for _ in range(4)]
-        found = trained(encode({"messages": chat(*contents)}, template))
-        assert found == [end.format(render(content)) for content in contents[1::2]], contents
+        spans = trained(encode({"messages": chat(*contents)}, template))
+        assert spans == [end.format(render(content)) for content in contents[1::2]], contents

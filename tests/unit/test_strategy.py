@@ -45,9 +45,9 @@ def test_hybrid_shard_is_hsdp_with_groups() -> None:
     ],
 )
 def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(StrategyError) as found:
+    with pytest.raises(StrategyError) as refused:
         Strategy(**fields)  # type: ignore[arg-type]
-    assert said in str(found.value)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: st
 )
 def test_later_values_say_so_and_nothing_else(owner: type, fields: dict[str, object]) -> None:
     ((name, value),) = fields.items()
-    with pytest.raises(StrategyError) as found:
+    with pytest.raises(StrategyError) as refused:
         owner(**fields)
     shown = value if isinstance(value, int) else repr(value)
-    assert str(found.value) == f"{name} {shown} is not available yet."
+    assert str(refused.value) == f"{name} {shown} is not available yet."
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,10 @@ def test_every_field_is_a_flag_that_binds_nothing_by_itself() -> None:
 
 
 def test_assignments_may_hold_commas() -> None:
-    found = read_assignments("fsdp,lora_targets=q_proj,v_proj, micro-batch=8,", Strategy, TrainConfig, alone="sharding")
-    assert found == {"sharding": "fsdp", "lora_targets": "q_proj,v_proj", "micro_batch": 8}
+    assigned = read_assignments(
+        "fsdp,lora_targets=q_proj,v_proj, micro-batch=8,", Strategy, TrainConfig, alone="sharding"
+    )
+    assert assigned == {"sharding": "fsdp", "lora_targets": "q_proj,v_proj", "micro_batch": 8}
 
 
 def test_an_unknown_field_names_the_nearest() -> None:

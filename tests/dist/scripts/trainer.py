@@ -30,5 +30,5 @@ def main(folder, output_dir):
     )
     trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(folder), args=args, train_dataset=Rows())
     trainer.train()
-    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return type(trainer.model_wrapped).__name__, found, trainer.model_wrapped, trainer.optimizer, trainer.accelerator
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return type(trainer.model_wrapped).__name__, losses, trainer.model_wrapped, trainer.optimizer, trainer.accelerator

@@ -29,9 +29,9 @@ BEAT = Heartbeat(
 
 
 def too_much() -> BaseException:
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError) as error:
         torch.empty(2**60, dtype=torch.uint8)
-    return found.value
+    return error.value
 
 
 def test_what_torch_and_python_and_the_system_raise_is_recognised() -> None:

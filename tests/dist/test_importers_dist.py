@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     odd = {"hidden_size": 9, "intermediate_size": 21, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
     model = tiny.llama(root / "model", tie_word_embeddings=True, **odd)
     cells = [{"into": str(root / name), **cell} for name, cell in CELLS.items()]
-    tiny.run_groups("foreign_worker.py", [(2, cells)], model, root / "scratch")
+    tiny.run_groups("importers_worker.py", [(2, cells)], model, root / "scratch")
     return root
 
 
@@ -98,8 +98,8 @@ for name in ("deepspeed", "accelerate", "transformers", "peft"):
     sys.modules[name] = None
 from toolkit.checkpoints.importers import open_foreign
 for name in sys.argv[2:]:
-    found = open_foreign(pathlib.Path(sys.argv[1]) / name)
-    print(sum(found.tensor(key).numel() for key in found.shapes))
+    weights = open_foreign(pathlib.Path(sys.argv[1]) / name)
+    print(sum(weights.tensor(key).numel() for key in weights.shapes))
 import torch.distributed
 assert not torch.distributed.is_initialized()
 """

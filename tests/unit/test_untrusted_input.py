@@ -449,10 +449,10 @@ def test_nobody_waits_for_a_pipe(here: Path) -> None:
     ):
         (run.path / name).unlink(missing_ok=True)
         os.mkfifo(run.path / name)
-    found = tk.attach(run.path)
-    assert found.status == "failed"
+    attached = tk.attach(run.path)
+    assert attached.status == "failed"
     with pytest.raises(RunError, match="it is not a regular file"):
-        found.logs(0)
+        attached.logs(0)
     with pytest.raises(RunError, match="it is not a regular file"):
         tk.report(run.path)
     with pytest.raises(RunError, match="is neither a file nor a folder, and a run writes there"):
@@ -482,9 +482,9 @@ def test_of_two_launches_at_once_one_is_refused(here: Path) -> None:
             return error
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(launch, range(2)))
-    (refused,) = [one for one in found if isinstance(one, RunError)]
-    (run,) = [one for one in found if isinstance(one, Run)]
+        outcomes = list(pool.map(launch, range(2)))
+    (refused,) = [one for one in outcomes if isinstance(one, RunError)]
+    (run,) = [one for one in outcomes if isinstance(one, Run)]
     assert "is in use by " in str(refused)
     assert run.wait(120, progress=False).status == "not audited", "it prepares nothing"
 
@@ -724,8 +724,8 @@ def test_nesting_is_a_sentence(file: str, here: Path, capsys: pytest.CaptureFixt
 
 
 def test_of_many_ranks_the_fullest_are_shown(here: Path) -> None:
-    found = runs.about(ranks=4_096, parallelism={"dp_shard": 4_096})
-    run = runs.write(here / "run", [runs.event(1, bytes=[{"rss": 2**20 + i} for i in range(4_096)])], found=found)
+    record = runs.about(ranks=4_096, parallelism={"dp_shard": 4_096})
+    run = runs.write(here / "run", [runs.event(1, bytes=[{"rss": 2**20 + i} for i in range(4_096)])], record=record)
     shown = tk.attach(run.path)
     assert len(shown.progress.bytes_per_rank) == 4_096
     for text in (str(shown), shown._repr_html_()):

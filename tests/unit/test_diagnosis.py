@@ -38,13 +38,13 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     script = f"""
         import pickle, sys
         from toolkit.diagnosis import diagnose
-        found = diagnose()
+        diagnosis = diagnose()
         assert not {{"torch", "transformers", "peft", "deepspeed", "bitsandbytes", "datasets"}} & set(sys.modules)
-        pickle.dump(found, open({str(file)!r}, "wb"))
+        pickle.dump(diagnosis, open({str(file)!r}, "wb"))
     """
     python("-c", textwrap.dedent(script), code=0)
-    found: Diagnosis = pickle.loads(file.read_bytes())
-    return found
+    diagnosis: Diagnosis = pickle.loads(file.read_bytes())
+    return diagnosis
 
 
 def test_what_is_installed_works(diagnosis: Diagnosis) -> None:
@@ -125,14 +125,14 @@ def test_broken_libraries_end_only_their_own_check(first: Path) -> None:
         peft="import os, sys; print('no licence', file=sys.stderr); sys.stderr.flush(); os._exit(3)",
         transformers="import os; os.write(1, b'{}\\n'); print('{}', flush=True)",
     )
-    found = {finding.check: finding for finding in run_apart(["datasets", "accelerate", "peft", "transformers"])}
-    assert list(found) == ["datasets", "accelerate", "peft", "transformers"]
-    assert found["datasets"].status == "broken"
-    assert found["datasets"].detail == "ImportError: undefined symbol: _ZN3c10"
-    assert found["accelerate"].detail.startswith("killed by SIGSEGV")
-    assert found["peft"].detail == "ended its process with 3: no licence"
-    assert found["peft"].fix == "`pip install --force-reinstall peft`"
-    assert found["transformers"].status == "ok"
+    findings = {finding.check: finding for finding in run_apart(["datasets", "accelerate", "peft", "transformers"])}
+    assert list(findings) == ["datasets", "accelerate", "peft", "transformers"]
+    assert findings["datasets"].status == "broken"
+    assert findings["datasets"].detail == "ImportError: undefined symbol: _ZN3c10"
+    assert findings["accelerate"].detail.startswith("killed by SIGSEGV")
+    assert findings["peft"].detail == "ended its process with 3: no licence"
+    assert findings["peft"].fix == "`pip install --force-reinstall peft`"
+    assert findings["transformers"].status == "ok"
 
 
 def test_a_library_that_hangs_is_ended_with_what_it_started(first: Path) -> None:
@@ -162,10 +162,10 @@ def test_an_old_library_is_named_with_the_version_that_is_asked_for(
     info.mkdir()
     about = "Metadata-Version: 2.1\nName: accelerate-toolkit\nVersion: 0.1.0\n"
     (info / "METADATA").write_text(f"{about}Requires-Dist: datasets>=999\n")
-    (found,) = run_apart(["datasets"])
-    assert found.status == "broken"
-    assert found.detail == f"{metadata.version('datasets')}, expected >=999"
-    assert found.fix == "`pip install 'datasets>=999'`"
+    (finding,) = run_apart(["datasets"])
+    assert finding.status == "broken"
+    assert finding.detail == f"{metadata.version('datasets')}, expected >=999"
+    assert finding.fix == "`pip install 'datasets>=999'`"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

@@ -42,13 +42,13 @@ def training(
 
 def test_a_wish_that_comes_in_the_middle_of_a_step_ends_with_that_step(run: dict[str, Any]) -> None:
     begun: list[int] = []
-    found = steps(
+    taken = steps(
         run,
         [batch()] * 4,
         on_begin=begun.append,
         request=lambda: StepRequest.STOP if begun[-1] == 2 else StepRequest.SAVE,
     )
-    assert [(step.step, step.request) for step in found] == [(1, StepRequest.SAVE), (2, StepRequest.STOP)]
+    assert [(step.step, step.request) for step in taken] == [(1, StepRequest.SAVE), (2, StepRequest.STOP)]
     assert begun == [1, 2]
 
 
@@ -60,9 +60,9 @@ def test_a_loader_that_ends_before_the_steps_do_is_named(run: dict[str, Any]) ->
 
 
 def test_a_micro_batch_in_which_nothing_is_trained_changes_nothing(run: dict[str, Any]) -> None:
-    found = steps(run, [batch(), batch(trained=False)] * 4, accumulation=2)
-    assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in found)
-    assert [step.tokens for step in found] == [15] * 4
+    taken = steps(run, [batch(), batch(trained=False)] * 4, accumulation=2)
+    assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in taken)
+    assert [step.tokens for step in taken] == [15] * 4
 
 
 def states(run: dict[str, Any]) -> list[Any]:
@@ -117,9 +117,9 @@ def test_no_step_follows_one_that_is_not_finite(
     finally:
         handle.remove()
     assert (done, calls) == ([1, 2], 4 if read_late else 3)
-    after, *found = states(run)
+    after, *restored = states(run)
     assert all(torch.equal(a, b) for a, b in zip(after, tensors, strict=True))
-    assert found == expected
+    assert restored == expected
     assert torch.equal(torch.get_rng_state(), generators[2])
 
 

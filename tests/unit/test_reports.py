@@ -33,7 +33,7 @@ def finished(tmp_path: Path) -> folder.Folder:
     """Twenty steps, two evaluations, two checkpoints, all measured."""
     lines = [*STEPS[:10], {"step": 10, "attempt": 0, "eval_loss": 7.5}, *STEPS[10:]]
     lines.append({"step": 20, "attempt": 0, "eval_loss": 6.5})
-    return runs.write(tmp_path / "run", lines, found=runs.about(finished=timestamp()), memory=runs.memory())
+    return runs.write(tmp_path / "run", lines, record=runs.about(finished=timestamp()), memory=runs.memory())
 
 
 def test_a_finished_run_is_told_whole(finished: folder.Folder) -> None:
@@ -119,7 +119,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
     lines.append({"step": 3, "seconds": 0.5, "loss": 0.25, "tokens": 100, "accuracy": None})
     attempts = [{"strategy": runs.about()["strategy"], "ranks": 2, "started": timestamp()}]
     known = {"target": OWN, "train_config": {}, "run_config": {}, "forecast": None, "attempts": attempts}
-    run = runs.write(tmp_path / "run", lines, found=runs.about(**known))
+    run = runs.write(tmp_path / "run", lines, record=runs.about(**known))
     result = tk.report(run.path)
     text = str(result)
     for line in (
@@ -138,7 +138,7 @@ def test_code_of_ones_own_is_told_by_what_it_logged(tmp_path: Path) -> None:
     assert (flags.target, flags.arguments) == (OWN["name"], OWN["arguments"])
 
     known["target"] = {"kind": "function", "name": "mine", "arguments": [], "sha256": "ab" * 32}
-    again = tk.report(runs.write(tmp_path / "other", lines[:0], found=runs.about(**known)).path)
+    again = tk.report(runs.write(tmp_path / "other", lines[:0], record=runs.about(**known)).path)
     assert again.command == (
         "tk.launch(mine, tk.Strategy(sharding='zero3', precision='bf16', attention='sdpa'), processes=2)"
     )
@@ -225,7 +225,7 @@ def test_an_older_attempts_words_and_memory_do_not_count(tmp_path: Path) -> None
 @pytest.mark.parametrize("reason", ["the memory window was switched off (--no-memory-window)", None])
 def test_a_run_that_measured_nothing_or_was_not_forecast(tmp_path: Path, reason: str | None) -> None:
     about = runs.about(finished=timestamp(), forecast=None)
-    run = runs.write(tmp_path / "run", STEPS, found=about, memory=runs.memory(reason=reason, forecast=False))
+    run = runs.write(tmp_path / "run", STEPS, record=about, memory=runs.memory(reason=reason, forecast=False))
     text = str(tk.report(run.path))
     if reason:
         assert f"There is neither: no trace; {reason}." in text
@@ -286,7 +286,7 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     secret = "hunter2 <or> 'more'"
     token = "hf_" + "a1B2" * 8
     about = runs.about(RunConfig(model=f"https://user:{token}@place/model", data=f"{secret}/data.jsonl"))
-    run = runs.write(tmp_path / "run", STEPS[:3], found=about)
+    run = runs.write(tmp_path / "run", STEPS[:3], record=about)
     run.run_json.write_text(json.dumps(about))
     run.end.write_text(json.dumps({"how": "failed", "attempt": 1, "message": f"Bearer {token} {secret}"}))
     monkeypatch.setenv("MY_PASSWORD", secret)
@@ -302,7 +302,7 @@ def test_no_secret_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
     about = runs.about()
     about["run_config"]["flavour"] = "sweet"
-    text = str(tk.report(runs.write(tmp_path / "run", STEPS, found=about).path))
+    text = str(tk.report(runs.write(tmp_path / "run", STEPS, record=about).path))
     assert "--flavour sweet" in text
     assert "This version cannot resume it: RunConfig has no field 'flavour'." in text
     assert re.search(r"^flavour +sweet$", text, re.MULTILINE)
@@ -351,7 +351,7 @@ def test_the_end_of_a_training_is_told_in_a_few_lines(tmp_path: Path) -> None:
     run = runs.write(
         tmp_path / "run",
         events,
-        found=runs.about(finished=timestamp(), export=export, data=data) | {"planned_steps": 40},
+        record=runs.about(finished=timestamp(), export=export, data=data) | {"planned_steps": 40},
         memory=runs.memory(),
     )
     figures, saved, load, generate = summarize(tk.report(run.path)).splitlines()

@@ -103,13 +103,13 @@ def _real(accelerator: Any, model: Any, into: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     plain = extract_model_from_parallel(model)
-    found = {name: _whole(parameter) for name, parameter in plain.named_parameters(remove_duplicate=False)}
-    found |= {name: buffer for name, buffer in plain.named_buffers() if name.endswith("seen")}
-    found = {name.replace("_checkpoint_wrapped_module.", ""): tensor.contiguous() for name, tensor in found.items()}
+    tensors = {name: _whole(parameter) for name, parameter in plain.named_parameters(remove_duplicate=False)}
+    tensors |= {name: buffer for name, buffer in plain.named_buffers() if name.endswith("seen")}
+    tensors = {name.replace("_checkpoint_wrapped_module.", ""): tensor.contiguous() for name, tensor in tensors.items()}
     if accelerator.is_main_process:
-        save_file({name: tensor.clone() for name, tensor in found.items()}, str(into) + ".safetensors")
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(into) + ".safetensors")
     accelerator.wait_for_everyone()
-    return {"dtypes": sorted({str(tensor.dtype) for tensor in found.values()})}
+    return {"dtypes": sorted({str(tensor.dtype) for tensor in tensors.values()})}
 
 
 def _whole(parameter: Any) -> Any:

@@ -157,7 +157,7 @@ def test_one_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     own(tmp_path / "mine")
     about = runs.about()
     about["strategy"]["of_another_version"] = 1
-    runs.write(tmp_path / "other", [], found=about)
+    runs.write(tmp_path / "other", [], record=about)
     for file in ("run.json", "lock"):
         os.utime(tmp_path / "mine" / file, (1, 1))
     (tmp_path / "mine" / "report.html").touch()  # makes the run no newer
