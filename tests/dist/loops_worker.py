@@ -303,13 +303,7 @@ def changed(folder: str, count: int, change: Callable[[Any], None]) -> list[floa
     model, optimizer = tk.prepare(accelerator, model, optimizer)
     first = accelerator.process_index * BATCH // count
     ids = rows()[first : first + BATCH // count]
-    losses = []
-    for _ in range(2):
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss.detach()))
+    losses = [stepped(accelerator, optimizer, model(input_ids=ids, labels=ids).loss) for _ in range(2)]
     accelerator.end_training()
     return losses
 
@@ -352,11 +346,7 @@ def unused(folder: str, sharding: str, count: int, case: str) -> dict[str, Any]:
         model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
         for module.step in range(4):
             inputs = torch.randn(BATCH, 16, generator=draw).split(BATCH // count)[accelerator.process_index]
-            loss = (model(inputs.to(accelerator.device)) ** 2).mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(mean(loss.detach()))
+            losses.append(stepped(accelerator, optimizer, (model(inputs.to(accelerator.device)) ** 2).mean()))
         return losses
 
     results: dict[str, Any] = {}
@@ -405,13 +395,7 @@ def modules(count: int) -> dict[str, Any]:
         ours = inputs[step].double().split(BATCH // count)[accelerator.process_index if train else 0]
         return (model(ours) ** 2).mean()
 
-    losses = []
-    for step in range(2):
-        value = loss(step)
-        accelerator.backward(value)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(value.detach()))
+    losses = [stepped(accelerator, optimizer, loss(step)) for step in range(2)]
     with torch.no_grad():
         evaluated = gather_object([float(loss(2, train=False))])
     seen: list[int] = []
@@ -421,13 +405,9 @@ def modules(count: int) -> dict[str, Any]:
     for name in ("reentrant", "unfrozen"):
         first.requires_grad_(name == "unfrozen")
         value = loss(3)
-        try:
-            if name == "reentrant":
-                value = checkpoint(torch.square, value, use_reentrant=True)
-            accelerator.backward(value)
-            said[name] = ""
-        except tk.StrategyError as error:
-            said[name] = str(error)
+        if name == "reentrant":
+            value = checkpoint(torch.square, value, use_reentrant=True)
+        said[name] = sentence_of(partial(accelerator.backward, value))
     accelerator.end_training()
     return {"losses": losses, "evaluated": evaluated, "seen": seen, "said": said}
 
@@ -468,12 +448,8 @@ def trainer(folder: str, sharding: str, count: int) -> Any:
         exec((SCRIPTS / "trainer.py").read_text(), spaces)
         spaces["Trainer"] = partial(spaces["Trainer"], callbacks=[tk.AuditCallback(), tk.AuditCallback()])
         kind, losses, model, optimizer, its_accelerator = spaces["main"](folder, str(place))
-        clips = ""
-        if sharding.startswith("zero"):
-            try:
-                its_accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            except tk.StrategyError as error:
-                clips = str(error)
+        clip = partial(its_accelerator.clip_grad_norm_, model.parameters(), 0.5)
+        clips = sentence_of(clip) if sharding.startswith("zero") else ""
         os.environ |= {"TOOLKIT_STRATEGY": "{}", "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "false"}
         try:
             said = str(tk.audit(model, optimizer).engine)
@@ -553,10 +529,7 @@ def saving(folder: str, sharding: str, adapter: str, silent: bool = False) -> di
     def train(step: int) -> None:
         here = slice(None) if accelerator.num_processes == 1 else slice(accelerator.process_index, None, 2)
         loss = model(input_ids=ids[step, here], labels=ids[step, here]).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss.detach()))
+        losses.append(stepped(accelerator, optimizer, loss))
 
     train(0)
     if not silent:
@@ -624,16 +597,12 @@ def alone(accelerator: Any, call: Callable[[], Any]) -> str:
 
     import torch.distributed as dist
 
-    import toolkit as tk
     from toolkit.engines.timeouts import limit_all
 
     store, said = dist.distributed_c10d._get_default_store(), ""
     if accelerator.is_main_process:
         limit_all(timedelta(seconds=1))
-        try:
-            call()
-        except tk.ToolkitError as error:
-            said = str(error)
+        said = sentence_of(call)
         store.set("tests/alone", said)
     store.wait(["tests/alone"])
     return said
@@ -696,13 +665,8 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
         accelerator.end_training()
         return {"refused": str(error)}
     ids = rows()[accelerator.process_index * BATCH // count :][: BATCH // count]
-    losses = []
-    for _ in range(2):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss.detach()))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    losses = [stepped(accelerator, optimizer, model(**inputs).loss) for _ in range(2)]
     tk.save(tk.prepared(accelerator, (model, optimizer)), None, out)
     same = True
     if name == "tied_copies":
@@ -723,6 +687,25 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
             assert names == set(dict(opened.named_parameters(remove_duplicate=False)))
     accelerator.end_training()
     return {"losses": losses, "error": error if accelerator.is_main_process else None, "same": same}
+
+
+def stepped(accelerator: Any, optimizer: Any, loss: Any) -> float:
+    """Backward and step of one loss; its mean over the ranks."""
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean(loss.detach())
+
+
+def sentence_of(call: Callable[[], Any]) -> str:
+    """What a call is refused with, or nothing."""
+    import toolkit as tk
+
+    try:
+        call()
+    except (tk.ToolkitError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def mean(loss: Any) -> float:
@@ -852,13 +835,7 @@ def refusals(accelerator: Any, model: Any, optimizer: Any) -> dict[str, str]:
         "rows": lambda: accelerator.prepare(torch.utils.data.DataLoader(ids.cpu(), batch_size=None)),
         "other_rates": other_rates,
     }
-    sentences = {}
-    for name, call in calls.items():
-        try:
-            call()
-            sentences[name] = ""
-        except (tk.ToolkitError, AttributeError) as error:
-            sentences[name] = f"{type(error).__name__}: {error}"
+    sentences = {name: sentence_of(call) for name, call in calls.items()}
     assert accelerator.gradient_accumulation_steps == accelerator.job.train_config.accumulation
     return sentences
 

@@ -46,47 +46,54 @@ def test_readmes_loops_compute_the_same_under_every_sharding(results: Results) -
                 torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5, msg=f"{where}: {name}")
 
 
+REFUSED_BY: dict[str, list[tuple[str, str]]] = {
+    "every": [
+        ("another_norm", "StrategyError: clip_grad_norm_ got max_norm 0.5"),
+        ("another_norm", "clips the L2 norm at 0.05 on every engine. Give tk.TrainConfig(max_grad_norm=0.5)"),
+        ("some_parameters", "got 1 of "),
+        ("not_finite", "NotFinite: the gradient norm is "),
+        ("single_values", "StrategyError: clip_grad_value_ got clip_value 0.5"),
+        ("closure", "StrategyError: optimizer.step got a closure"),
+        ("other_accumulation", "RunError: this process already has an Accelerator, with sharding {sharding!r}"),
+        ("other_rates", "StrategyMismatch: the optimizer steps with the learning rates ["),
+    ],
+    "ranks": [
+        # Two of one process each, with one precision and one accumulation, share Accelerate's state.
+        ("second", "RunError: this process already has an Accelerator, with sharding {sharding!r}"),
+        ("rows", "a DataLoader with batch_size=None"),
+    ],
+    "sharded": [
+        ("two_models", "Call prepare for each: first the trained one"),
+        (
+            "no_sync",
+            "StrategyError: model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync",
+        ),
+    ],
+    "deepspeed": [
+        ("second_optimizer", "got 2 optimizers in all, and sharding {sharding!r} can step one"),
+        ("backward_twice", "accelerator.backward was called twice before optimizer.step()"),
+        ("plain_backward", "optimizer.step() came without accelerator.backward(loss)"),
+        ("written", "embed_tokens.weight was written after prepare"),
+        ("gradients_read", "a gradient was read after accelerator.backward"),
+        ("rates_between", "were set after accelerator.backward"),
+        ("own_backward", "torch.autograd.grad goes through the model"),
+        ("accumulation", "tk.TrainConfig(accumulation=5)"),
+    ],
+    "fsdp": [("hook", "embed_tokens.weight has a hook on its gradient")],
+    "ddp's wrapper": [("not_called", "the prepared model was not called since the last one")],
+}
+"""Who refuses a call → the call, and words that occur. The others do not say them."""
+
+
 def test_what_an_engine_cannot_do_is_refused_in_a_sentence(results: Results) -> None:
     for sharding, result in results.items():
-        said = result["refusals"]
-        assert said["another_norm"].startswith("StrategyError: clip_grad_norm_ got max_norm 0.5"), sharding
-        assert (
-            "clips the L2 norm at 0.05 on every engine. Give tk.TrainConfig(max_grad_norm=0.5)" in said["another_norm"]
-        )
-        assert "got 1 of " in said["some_parameters"], sharding
-        assert "NotFinite: the gradient norm is " in said["not_finite"], sharding
-        assert said["single_values"].startswith("StrategyError: clip_grad_value_ got clip_value 0.5"), sharding
-        assert said["closure"].startswith("StrategyError: optimizer.step got a closure"), sharding
-        # Two of one process each, with one precision and one accumulation, share Accelerate's state.
-        second = f"RunError: this process already has an Accelerator, with sharding {sharding!r}"
-        assert said["second"] == "" if sharding == "none" else said["second"].startswith(second)
-        assert said["other_accumulation"].startswith(second), sharding
-        assert said["other_rates"].startswith("StrategyMismatch: the optimizer steps with the learning rates ["), (
-            sharding
-        )
-        deepspeed = SHARDINGS[sharding].engine == "deepspeed"
-        only_one = f"got 2 optimizers in all, and sharding {sharding!r} can step one"
-        assert (only_one in said["second_optimizer"]) == deepspeed
-        assert ("accelerator.backward was called twice before optimizer.step()" in said["backward_twice"]) == deepspeed
-        assert ("optimizer.step() came without accelerator.backward(loss)" in said["plain_backward"]) == deepspeed
-        assert ("embed_tokens.weight was written after prepare" in said["written"]) == deepspeed
-        assert ("a gradient was read after accelerator.backward" in said["gradients_read"]) == deepspeed
-        assert ("embed_tokens.weight has a hook on its gradient" in said["hook"]) == (
-            SHARDINGS[sharding].engine == "fsdp"
-        )
-        assert ("were set after accelerator.backward" in said["rates_between"]) == deepspeed
-        assert ("torch.autograd.grad goes through the model" in said["own_backward"]) == deepspeed
-        assert ("the prepared model was not called since the last one" in said["not_called"]) == (sharding == "ddp")
-        assert ("a DataLoader with batch_size=None" in said["rows"]) == (sharding != "none")
-        assert ("tk.TrainConfig(accumulation=5)" in said["accumulation"]) == deepspeed
-        assert "Call prepare for each: first the trained one" in said["two_models"] or sharding in ("none", "ddp")
-        if sharding == "ddp":
-            assert said["no_sync"] == ""
-        elif sharding != "none":
-            assert said["no_sync"] == (
-                f"StrategyError: model.no_sync() does not exist under sharding {sharding!r}. Write "
-                "accelerator.no_sync(model), which every sharding has."
-            )
+        here = {"every", SHARDINGS[sharding].engine}
+        here |= {"none": set(), "ddp": {"ranks", "ddp's wrapper"}}.get(sharding, {"ranks", "sharded"})
+        for who, calls in REFUSED_BY.items():
+            for call, words in calls:
+                sentence = result["refusals"][call]
+                assert (words.format(sharding=sharding) in sentence) == (who in here), (sharding, call, sentence)
+    assert results["none"]["refusals"]["second"] == results["ddp"]["refusals"]["no_sync"] == ""
 
 
 def test_plain_prepare_raises_where_something_else_was_prepared(results: Results) -> None:
@@ -250,5 +257,5 @@ def test_what_a_script_saves_is_whole_or_refused(results: Results, adapter: str)
             else:
                 assert result[way] == f"{count} of {count} tensors are right", (sharding, way)
     said = results["zero3"]["saving"][adapter]["alone"]
-    assert said.startswith("get_state_dict was called on 1 of 2 ranks, and no other came in 0.9 s.")
+    assert said.startswith("RunError: get_state_dict was called on 1 of 2 ranks, and no other came in 0.9 s.")
     assert "Call it on every rank, as tk.save" in said

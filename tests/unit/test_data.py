@@ -222,63 +222,40 @@ def test_configured_splits(tmp_path: Path) -> None:
 FOLDERS = {
     "describing files": (
         "README.md LICENSE x.yaml dataset_infos.json config.json .gitattributes .git/a.json .git/b b.parquet sub/c.parquet",
-        "b.parquet sub/c.parquet",
-        "2 files (b.parquet, sub/c.parquet); left out: .git, .gitattributes, LICENSE, README.md, config.json and 2 more",
+        "b.parquet sub/c.parquet", "", ".git, .gitattributes, LICENSE, README.md, config.json and 2 more",
     ),
-    "with JSONL": (
-        "README.md readme_zh.txt a.jsonl",
-        "a.jsonl",
-        "1 file (a.jsonl); left out: README.md, readme_zh.txt",
-    ),
-    "JSONL and text": ("a.jsonl b.txt image.png", "a.jsonl b.txt", "2 files (a.jsonl, b.txt); left out: image.png"),
-    "notes": ("README.md config.yaml", "README.md config.yaml", "2 files (README.md, config.yaml)"),
-    "notes of several": ("README.md a.md image.png", "a.md", "1 file (a.md); left out: image.png, README.md"),
-    "a described program": ("README.md LICENSE a.py", "a.py", "1 file (a.py); left out: LICENSE, README.md"),
-    "notes with a licence": (
-        "README.md LICENSE dataset_infos.json .git/a",
-        "README.md",
-        "1 file (README.md); left out: .git, LICENSE, dataset_infos.json",
-    ),
-    "no licence": ("license_plates.csv README", "license_plates.csv", "1 file (license_plates.csv); left out: README"),
-    "kinds of tables": ("b.csv a.parquet", "a.parquet b.csv", "2 files (a.parquet, b.csv)"),
+    "with JSONL": ("README.md readme_zh.txt a.jsonl", "a.jsonl", "", "README.md, readme_zh.txt"),
+    "JSONL and text": ("a.jsonl b.txt image.png", "a.jsonl b.txt", "", "image.png"),
+    "notes": ("README.md config.yaml", "README.md config.yaml", "", ""),
+    "notes of several": ("README.md a.md image.png", "a.md", "", "image.png, README.md"),
+    "a described program": ("README.md LICENSE a.py", "a.py", "", "LICENSE, README.md"),
+    "notes with a licence": ("README.md LICENSE dataset_infos.json .git/a", "README.md", "", ".git, LICENSE, dataset_infos.json"),
+    "no licence": ("license_plates.csv README", "license_plates.csv", "", "README"),
+    "kinds of tables": ("b.csv a.parquet", "a.parquet b.csv", "", ""),
     "splits": (
         "README.md train-0.parquet train-1.parquet test.parquet more.parquet",
-        "train-0.parquet train-1.parquet",
-        "2 files of the split train (train-0.parquet, train-1.parquet); left out: more.parquet, test.parquet, README.md",
+        "train-0.parquet train-1.parquet", "train", "more.parquet, test.parquet, README.md",
     ),
-    "folders of splits": (
-        "train/a.jsonl dev/a.jsonl",
-        "train/a.jsonl",
-        "1 file of the split train (train/a.jsonl); left out: dev/a.jsonl",
-    ),
-    "splits of text": (
-        "train.txt valid.txt test.txt",
-        "train.txt",
-        "1 file of the split train (train.txt); left out: test.txt, valid.txt",
-    ),
-    "a program": (
-        "train.py test_model.py model.py",
-        "model.py test_model.py train.py",
-        "3 files (model.py, test_model.py, train.py)",
-    ),
-    "no training split": (
-        "a.jsonl my-test.jsonl",
-        "a.jsonl",
-        "1 file of the split train (a.jsonl); left out: my-test.jsonl",
-    ),
-    "one split": ("eval.jsonl", "eval.jsonl", "1 file of the split test (eval.jsonl)"),
-}
+    "folders of splits": ("train/a.jsonl dev/a.jsonl", "train/a.jsonl", "train", "dev/a.jsonl"),
+    "splits of text": ("train.txt valid.txt test.txt", "train.txt", "train", "test.txt, valid.txt"),
+    "a program": ("train.py test_model.py model.py", "model.py test_model.py train.py", "", ""),
+    "no training split": ("a.jsonl my-test.jsonl", "a.jsonl", "train", "my-test.jsonl"),
+    "one split": ("eval.jsonl", "eval.jsonl", "test", ""),
+}  # fmt: skip
+"""Name → files of the folder, those that are read, their split, and those that are left out."""
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_what_a_folder_holds(name: str, tmp_path: Path) -> None:
-    there, taken, summary = FOLDERS[name]
+    there, taken, split, left_out = FOLDERS[name]
     for file in there.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     source = data.find_source(tmp_path)
-    assert [path.relative_to(tmp_path).as_posix() for path in source.files] == taken.split()
-    assert source.summary == summary
+    names = [path.relative_to(tmp_path).as_posix() for path in source.files]
+    assert names == taken.split()
+    count = f"{len(names)} file{'s' * (len(names) > 1)}{f' of the split {split}' if split else ''}"
+    assert source.summary == f"{count} ({', '.join(names)}){f'; left out: {left_out}' if left_out else ''}"
 
 
 @pytest.mark.parametrize(
@@ -384,31 +361,27 @@ def test_bad_row(name: str, tmp_path: Path, cache: Path, tokenizer: Any) -> None
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    for name, text in (("empty.txt", ""), ("empty.jsonl", ""), ("blank.jsonl", "\n\n")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match="the file is empty"):
-            data.ingest(tmp_path / name)
-    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
-    with pytest.raises(DataError, match=r"not UTF-8 at byte 1.*iconv"):
-        data.ingest(tmp_path / "latin.txt")
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
-    with pytest.raises(DataError, match="line 2: not UTF-8"):
-        data.ingest(tmp_path / "latin.jsonl")
+    """Name → what lies there, and the words that occur."""
+    files: dict[str, tuple[Any, str]] = {
+        "empty.txt": (b"", "the file is empty"),
+        "empty.jsonl": (b"", "the file is empty"),
+        "blank.jsonl": (b"\n\n", "the file is empty"),
+        "latin.txt": ("für".encode("latin-1"), r"not UTF-8 at byte 1.*iconv"),
+        "latin.jsonl": (b'{"text": "a"}\n{"text": "\xfc"}\n', "line 2: not UTF-8"),
+        "folder": (os.mkdir, "the folder holds no text"),
+    }
     for name in ("memory.txt", "memory.jsonl"):  # reading it fails with EIO
-        (tmp_path / name).symlink_to("/proc/self/mem")
-        with pytest.raises(DataError, match=rf"{name}: cannot be read: Input/output error\. Check its permissions"):
-            data.ingest(tmp_path / name)
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="the folder holds no text"):
-        data.ingest(tmp_path / "folder")
+        why = rf"{name}: cannot be read: Input/output error\. Check its permissions"
+        files[name] = (lambda path: path.symlink_to("/proc/self/mem"), why)
     for name in ("pipe.jsonl", "pipe.parquet", "pipe.txt"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(DataError, match=f"{name}: is a pipe or a device, expected a file"):
+        files[name] = (os.mkfifo, f"{name}: is a pipe or a device, expected a file")
+    for name, (content, words) in files.items():
+        (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else content(tmp_path / name)
+        with pytest.raises(DataError, match=words):
             data.ingest(tmp_path / name)
-    with pytest.raises(DataError, match="data /dev/zero: is a pipe or a device, expected a file"):
-        data.ingest("/dev/zero")
-    for missing in (tmp_path / "no.jsonl", "no.txt", "./no", "data/no.jsonl"):
-        with pytest.raises(DataError, match="no such file or folder"):
+    for missing in (tmp_path / "no.jsonl", "no.txt", "./no", "data/no.jsonl", "/dev/zero"):
+        words = "is a pipe or a device, expected a file" if missing == "/dev/zero" else "no such file or folder"
+        with pytest.raises(DataError, match=words):
             data.ingest(missing)
 
 
@@ -741,37 +714,27 @@ def test_only_the_assistant_is_trained(template: str, tokenizer: Any, tmp_path: 
 
 def test_chat_refusals(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "m.jsonl", {"messages": CHAT})
-
-    def prepare(**how: Any) -> None:
-        data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, **how)
-
-    with pytest.raises(
-        DataError, match=r"line 1: has messages, and the tokenizer .* no chat template. Give one with --chat-template"
-    ):
-        prepare()
-    with pytest.raises(DataError, match=r"chat template nowhere\.jinja: cannot be read"):
-        prepare(chat_template="nowhere.jinja")
     (tmp_path / "empty").write_text(" \n")
     os.mkfifo(tmp_path / "pipe")
-    for name, why in {"empty": "it is empty", "pipe": "it is not a regular file"}.items():
-        with pytest.raises(DataError, match=f"{name}: cannot be read: {why}. Give a UTF-8 file with a Jinja template"):
-            prepare(chat_template=tmp_path / name)
-    with pytest.raises(DataError, match="chat template /dev/zero: cannot be read: it is not a regular file"):
-        prepare(chat_template="/dev/zero")
-    for template in ("{# nothing #}", "{{ '' }}"):
-        for packing in (None, False):
-            with pytest.raises(
-                DataError, match="line 1: no token to train on, since the chat template renders nothing"
-            ):
-                prepare(chat_template=template, packing=packing)
-    with pytest.raises(DataError, match="line 1: the chat template refuses these messages: users only"):
-        prepare(chat_template="{{ raise_exception('users only') }}")
+    unreadable = "cannot be read: it is not a regular file"
     forgetful = (
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}"
         "{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"message 1: the assistant's turn cannot be located.*generation"):
-        prepare(chat_template=forgetful)
+    nothing = "line 1: no token to train on, since the chat template renders nothing"
+    fix = "Give a UTF-8 file with a Jinja template"
+    for template, packing, words in (
+        (None, None, r"line 1: has messages, and the tokenizer .* no chat template. Give one with --chat-template"),
+        ("nowhere.jinja", None, r"chat template nowhere\.jinja: cannot be read"),
+        (tmp_path / "empty", None, f"empty: cannot be read: it is empty. {fix}"),
+        (tmp_path / "pipe", None, f"pipe: {unreadable}. {fix}"),
+        ("/dev/zero", None, f"chat template /dev/zero: {unreadable}"),
+        *((template, packing, nothing) for template in ("{# nothing #}", "{{ '' }}") for packing in (None, False)),
+        ("{{ raise_exception('users only') }}", None, "line 1: the chat template refuses these messages: users only"),
+        (forgetful, None, r"message 1: the assistant's turn cannot be located.*generation"),
+    ):
+        with pytest.raises(DataError, match=words):
+            data.prepare_data(path, tokenizer, LLAMA_SPEC, seq_len=64, chat_template=template, packing=packing)
     # A tokenizer that makes no token of whitespace: transformers' own mask loses the end of the marked part.
     words = Tokenizer(models.WordLevel(unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
