@@ -18,14 +18,7 @@ from toolkit.engines.records import Prepared
 from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
 from toolkit.training.given_weights import GivenWeights
-from toolkit.training.model_checks import (
-    check_adapter,
-    check_copies,
-    check_divisible,
-    check_hooks,
-    check_optimizers,
-    check_uniform,
-)
+from toolkit.training.model_checks import check_model, check_optimizers
 from toolkit.training.model_methods import gather_in_methods, refuse_parts
 from toolkit.training.own_loop import OwnLoop
 from toolkit.training.preparation import (
@@ -125,9 +118,9 @@ class AuditedPrepare(OwnLoop):
             StrategyMismatch: where the engine, the world size, bytes, dtypes or tied weights differ from the request.
         """
         models, optimizers = models_and_optimizers(objects)
-        self._check(models, optimizers)
+        self._refuse(models, optimizers)
         for model in models:
-            self._before_prepare(model)
+            self._make_ready(model)
             if optimizers or not self.job.engine.prepares_pair:
                 self._given[model] = GivenWeights(self.job, model, hashed=self.own_loop)
         with phase("prepare"), engine_environment(self.job), freed_at_once():
@@ -141,6 +134,53 @@ class AuditedPrepare(OwnLoop):
                 given = None if model is None else self._given.pop(self.unwrap_model(model), None)
                 if given is not None:
                     self._complete(Prepared(self.job, model, optimizer, self), given)
+        return result
+
+    def _refuse(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        """Refuse what the engine cannot prepare, before any model is changed."""
+        engine = self.job.engine
+        if engine.prepares_pair and (optimizers or engine.needs_optimizer):
+            check_pair(models, optimizers)
+        check_optimizers(self.job, models, optimizers)
+        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
+        count = len(self._optimizers) + len(new)
+        if new and count > 1 and (only := self.one_optimizer()):
+            raise StrategyError(
+                f"prepare got {count} optimizers in all, and {only} can step one. Give one optimizer with several parameter "
+                "groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32', each model with its optimizer in a "
+                "call of prepare of its own."
+            )
+        for model in models:
+            check_model(self.job, model)
+
+    def _make_ready(self, model: torch.nn.Module) -> None:
+        """Change a model as the engine and its forward need it. Every rank gets rank 0's buffers."""
+        self.job.engine.before_prepare(self.job, model)
+        checkpoint_in_training_only(model)
+        keep_packing(model)  # a user's own may be quantized, too
+        if self._copies_buffers:
+            broadcast_buffers(model)
+
+    def _prepare_upstream(self, objects: Sequence[Any], models: Sequence[Any], placement: list[bool] | None) -> Any:
+        """Call Accelerate's `prepare`. In a user's loop the new optimizers clip; lines say what is done besides."""
+        optimizers, schedulers = list(self._optimizers), len(self._schedulers)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self.job.engine.preparing(self.job, model))
+            result = super().prepare(*objects, device_placement=placement)
+        new = [optimizer for optimizer in self._optimizers if self.own_loop and optimizer not in optimizers]
+        for optimizer in new:
+            self.clip_before_step(optimizer)
+        if self.num_processes > 1 and self.step_scheduler_with_optimizer and len(self._schedulers) > schedulers:
+            self.print(
+                f"prepare: the scheduler takes {self.num_processes} steps an optimizer step, one for every rank, as in Accelerate. "
+                "tk.accelerator(step_scheduler_with_optimizer=False) leaves all its steps to the loop."
+            )
+        if new and (limit := self.job.train_config.max_grad_norm):
+            self.print(
+                f"prepare: each step clips the gradient norm at {limit:g}, with and without clip_grad_norm_. "
+                "tk.TrainConfig(max_grad_norm=0) clips nothing."
+            )
         return result
 
     def _complete(self, prepared: Prepared, given: GivenWeights) -> None:
@@ -159,10 +199,15 @@ class AuditedPrepare(OwnLoop):
         audit(prepared)
         given.check(prepared)
         self.watch(prepared.model)
-        if not engine.broadcasts_buffers and self.num_processes > 1:
+        if self._copies_buffers:
             share_statistics(prepared.model)
         if not engine.model_no_sync:
             prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
+
+    @property
+    def _copies_buffers(self) -> bool:
+        """Whether buffers have to be copied from rank 0, since the engine sends parameters alone."""
+        return not self.job.engine.broadcasts_buffers and self.num_processes > 1
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return Accelerate's state dict; where each rank holds parts, rank 0 gets whole tensors, as `save` writes them.
@@ -171,57 +216,6 @@ class AuditedPrepare(OwnLoop):
         """
         prepared = self.sharded.get(self.unwrap_model(model))
         return whole_state_dict(prepared, "get_state_dict") if prepared else super().get_state_dict(model, unwrap)
-
-    def _check(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        """Refuse half a pair, and a second optimizer where only one can step."""
-        engine = self.job.engine
-        if engine.prepares_pair and (optimizers or engine.needs_optimizer):
-            check_pair(models, optimizers)
-        new = [item for item in optimizers if item not in self._optimizers]
-        count = len(self._optimizers) + len(new)
-        check_optimizers(self.job, models, optimizers)
-        if new and count > 1 and (only := self.one_optimizer()):
-            raise StrategyError(
-                f"prepare got {count} optimizers in all, and {only} can step one. Give one optimizer with several parameter "
-                "groups, or choose sharding 'ddp' or 'fsdp' in precision 'bf16' or 'fp32', each model with its optimizer in a "
-                "call of prepare of its own."
-            )
-
-    def _before_prepare(self, model: torch.nn.Module) -> None:
-        engine = self.job.engine
-        check_adapter(self.job.strategy, model)
-        check_uniform(self.job, model)
-        check_divisible(self.job, model)
-        check_hooks(self.job, model)
-        check_copies(model)
-        engine.before_prepare(self.job, model)
-        checkpoint_in_training_only(model)
-        keep_packing(model)  # a user's own may be quantized, too
-        if not engine.broadcasts_buffers and self.num_processes > 1:
-            broadcast_buffers(model)
-
-    def _prepare_upstream(self, objects: Sequence[Any], models: Sequence[Any], placement: list[bool] | None) -> Any:
-        """Call Accelerate's `prepare`; set up the optimizers and schedulers that it adds."""
-        earlier, schedulers = list(self._optimizers), len(self._schedulers)
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(self.job.engine.preparing(self.job, model))
-            result = super().prepare(*objects, device_placement=placement)
-        for optimizer in self._optimizers if self.own_loop else ():
-            if optimizer not in earlier:
-                self.clip_before_step(optimizer)
-        if self.num_processes > 1 and self.step_scheduler_with_optimizer and len(self._schedulers) > schedulers:
-            self.print(
-                f"prepare: the scheduler takes {self.num_processes} steps an optimizer step, one for every rank, as in Accelerate. "
-                "tk.accelerator(step_scheduler_with_optimizer=False) leaves all its steps to the loop."
-            )
-        limit = self.job.train_config.max_grad_norm
-        if self.own_loop and limit and len(self._optimizers) > len(earlier):
-            self.print(
-                f"prepare: each step clips the gradient norm at {limit:g}, with and without clip_grad_norm_. "
-                "tk.TrainConfig(max_grad_norm=0) clips nothing."
-            )
-        return result
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as Accelerate does. A model distributed while loading gets autocast, and no DDP around it."""

@@ -18,6 +18,20 @@ WHOLE_SHAPES = ("Adafactor", "Muon", "Shampoo", "SM3", "LBFGS", "Lamb", "LARS", 
 """Optimizers that look at a parameter's shape, norm or neighbours. ZeRO gives an optimizer flat parts of many parameters."""
 
 
+def check_model(job: Job, model: torch.nn.Module) -> None:
+    """Refuse a model that the engine would train otherwise than one process, or cannot take apart.
+
+    Raises:
+        StrategyError: naming the parameter, and what to do.
+        StrategyMismatch: for trained parameters in several dtypes.
+    """
+    check_adapter(job.strategy, model)
+    check_uniform(job, model)
+    check_divisible(job, model)
+    check_hooks(job, model)
+    check_copies(model)
+
+
 def check_adapter(strategy: Strategy, model: torch.nn.Module) -> None:
     """Refuse a model without the adapter that was requested."""
     if strategy.adapter != "none" and not any(".lora_" in name for name, _ in model.named_parameters()):

@@ -69,20 +69,25 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
                     "optimizer.step got a closure: its gradients can be neither clipped nor checked before the step. "
                     "Call accelerator.backward(loss), then optimizer.step() without a closure."
                 )
-            if self.sync_gradients:
-                check_hooks(self.job, self.model_of(optimizer))  # FSDP has its shards back
-                for scheduler in self._schedulers if len(self._optimizers) == 1 else ():
-                    check_rates(optimizer, scheduler.scheduler)
-                self.check_step(self.clip(optimizer))
+            if not self.sync_gradients:  # Accelerate's step does nothing, either
+                upstream()
+                return
+            self._before_step(optimizer)
             upstream()
-            if self.sync_gradients:
-                self._norms.pop(id(optimizer), None)
-                self._unscaled = False
-                if optimizer is self._optimizers[0]:
-                    count_step()
+            self._norms.pop(id(optimizer), None)
+            self._unscaled = False
+            if optimizer is self._optimizers[0]:
+                count_step()
 
         optimizer.step = MethodType(step, optimizer)
         begin()
+
+    def _before_step(self, optimizer: Any) -> None:
+        """Refuse hooks and rates that the step would not follow; clip, and refuse a norm that is not finite."""
+        check_hooks(self.job, self.model_of(optimizer))  # FSDP has its shards back
+        for scheduler in self._schedulers if len(self._optimizers) == 1 else ():
+            check_rates(optimizer, scheduler.scheduler)
+        self.check_step(self.clip(optimizer))
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Run the backward as Accelerate does: the loss is divided by `TrainConfig.accumulation`.
@@ -162,9 +167,8 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         Returns:
             Their norm before; None for sparse gradients without a limit.
         """
-        if (
-            id(optimizer) not in self._norms or not self.own_loop
-        ):  # an engine from elsewhere may clip so; it calls it once
+        # Outside of a user's loop an engine from elsewhere may clip by this; it calls it once a step.
+        if not self.own_loop or id(optimizer) not in self._norms:
             self.unscale_gradients()
             parameters, limit = self.parameters_of(optimizer), self.job.train_config.max_grad_norm
             if not limit and any(each.grad is not None and each.grad.is_sparse for each in parameters):
