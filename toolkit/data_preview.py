@@ -116,7 +116,6 @@ def preview(
     from toolkit.data.files import Findings, documents
     from toolkit.data.packing import Counts, pack_rows
     from toolkit.data.sources import split_weights
-    from toolkit.data.tokenization import Encoder, read_template
     from toolkit.models.chat_template import spell_remarks
 
     config = dataclasses.replace(run_config or RunConfig(), **fields)
@@ -128,21 +127,12 @@ def preview(
         [(each.name, weight, documents(each, findings=findings, **reading)) for each, weight in sources]
     )
     spec, tokenizer, packed = _model(model, config, seq_len, attention)
-    encoder = Encoder(
-        tokenizer=tokenizer,
-        mask_prompts=config.mask_prompts,
-        template=read_template(config.chat_template),
-        seq2seq=spec.kind == "seq2seq",
-        train_on=config.train_on,
-        add_end_token=config.add_end_token,
-    )
-    encoded, counts = list(encoder.encode(sample)), Counts()
-    if spec.kind == "seq2seq":
-        encoded = [_halved(document, seq_len) for document in encoded]
+    encoded, counts = _encode(sample, tokenizer, spec, config, seq_len), Counts()
     size: dict[str, Any] = {"packed": packed, "seq_len": seq_len, "pad": tokenizer.pad_token_id}
     rows = sum(1 for _ in pack_rows(encoded, counts, kind=spec.kind, too_long=config.too_long, **size))
     figures = {name: value for name, value in vars(counts).items() if name != "remarks"}
     padding = 1 - counts.tokens / (max(1, rows) * seq_len * (2 if spec.kind == "seq2seq" else 1))
+    untrained = [] if rows else ["No row has a trained token: a training refuses these data."]
     return Preview(
         model=spec.name,
         data=str(data),
@@ -151,18 +141,33 @@ def preview(
         lengths=_histogram([len(document.ids) for document in encoded]),
         rows=[_row(document, tokenizer) for document in encoded],
         warnings=[
-            *(each.summary for each, _ in sources if each.summary),
+            *filter(None, (each.summary for each, _ in sources)),
             *findings.formats,
             *spell_remarks(counts.remarks, counts.documents),
-            *filter(
-                None, [findings.problem(), "" if rows else "No row has a trained token: a training refuses these data."]
-            ),
+            *filter(None, [findings.problem()]),
+            *untrained,
         ],
         shown=[
             [(flag, [tokenizer.decode([token]) for token in ids]) for flag, ids in _runs(document, SHOWN_TOKENS)]
             for document in encoded[:SHOWN_DOCUMENTS]
         ],
     )
+
+
+def _encode(sample: list[Document], tokenizer: Any, spec: ModelSpec, config: RunConfig, seq_len: int) -> list[Encoded]:
+    """Tokenize documents and mark what is trained, as a training does."""
+    from toolkit.data.tokenization import Encoder, read_template
+
+    encoder = Encoder(
+        tokenizer=tokenizer,
+        mask_prompts=config.mask_prompts,
+        template=read_template(config.chat_template),
+        seq2seq=spec.kind == "seq2seq",
+        train_on=config.train_on,
+        add_end_token=config.add_end_token,
+    )
+    encoded = list(encoder.encode(sample))
+    return [_halved(document, seq_len) for document in encoded] if spec.kind == "seq2seq" else encoded
 
 
 def _model(

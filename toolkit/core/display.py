@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,13 +141,8 @@ class JsonRecord:
         for word in self.json_fields.replace("*", fields).split():
             path, _, attribute = word.partition("=")
             *groups, name = path.split(".")
-            place = result
-            for group in groups:
-                place = place.setdefault(group, {})
-            value: Any = self
-            for part in (attribute or name).split("."):
-                value = None if value is None else getattr(value, part)
-            place[name] = plain(value)
+            group = reduce(lambda outer, inner: outer.setdefault(inner, {}), groups, result)
+            group[name] = plain(reduce(_attribute, (attribute or name).split("."), self))
         return result
 
     def to_json(self) -> str:
@@ -155,12 +150,16 @@ class JsonRecord:
         return encode_json(self.to_dict(), indent=2)
 
 
+def _attribute(owner: Any, name: str) -> Any:
+    return None if owner is None else getattr(owner, name)
+
+
 def plain(value: Any) -> Any:
     """Return a value with records as dictionaries, in plain containers."""
     if isinstance(value, JsonRecord):
         return value.to_dict()
     if dataclasses.is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -141,13 +141,8 @@ def picture(
             draw(axes)
             whole.text(12 / WIDTH, 1 - 24 / height, title, size=15, color=INK, weight="bold")
             lines = [Line2D([], [], solid_capstyle="butt", **look) for look in legend.values()]
-            look = {
-                "loc": "upper left",
-                "bbox_to_anchor": (8 / WIDTH, 1 - 32 / height),
-                "frameon": False,
-                "fontsize": 12,
-            }
-            whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, **look)
+            look = {"loc": "upper left", "bbox_to_anchor": (8 / WIDTH, 1 - 32 / height), "frameon": False}
+            whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, fontsize=12, **look)
             whole.savefig(file, format="svg", metadata={"Date": None})
         except (ArithmeticError, ValueError, TypeError) as error:  # of figures that no run has
             return f"<p>{escape(title)}: not drawn, {escape(str(error))}.</p>"
