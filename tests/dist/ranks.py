@@ -123,7 +123,7 @@ def main(
     for number, (ranks, cells) in enumerate(groups):
         # As a launcher does: the store outlives a process group, so that ranks can make another one.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        out = Path(scratch) / f"found-{number}.json"
+        out = Path(scratch) / f"results-{number}.json"
         started = [
             fork.Process(target=work, args=(run, rank, ranks, store.port, cells, folder, out)) for rank in range(ranks)
         ]

@@ -126,14 +126,8 @@ def run_preflight(
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes = json.loads(prepared) if prepared else ({}, [])
     rows = {name: find_rows(fingerprint) for name, fingerprint in fingerprints.items()}
-    paths = {"data": run_config.data} | ({"eval_data": run_config.eval_data} if run_config.eval_data else {})
     # Mistakes in the data are found before anything heavy is imported.
-    unread = {name: path for name, path in paths.items() if rows.get(name) is None}
-    reading = {name: getattr(run_config, name) for name in ("text_column", "columns", "data_format")}
-    contents = {}
-    for name, path in unread.items():
-        with _naming_flag(name, run_config):
-            contents[name] = ingest(path, seed=train_config.seed, **reading)
+    contents = _read_data(run_config, train_config.seed, {name for name, each in rows.items() if each})
     spec = resolve_spec(run_config.model, run_config.trust_remote_code)
     resolved = resolve(strategy, train_config, spec, ranks, device)
     if strategy.quantized:
@@ -157,12 +151,8 @@ def run_preflight(
     train_config = resolved.train_config.with_steps(data.count, dp_size, embedded=run_config.data == EMBEDDED)
     resolved = dataclasses.replace(resolved, train_config=train_config)
     if prepared is None:
-        notes += [
-            f"{name}: {warning}"
-            for name, each in rows.items()
-            if each
-            for warning in spell_remarks(each.remarks, each.documents)
-        ]
+        for name, known in ((name, each) for name, each in rows.items() if each):
+            notes += [f"{name}: {warning}" for warning in spell_remarks(known.remarks, known.documents)]
         notes += _summary(data, resolved)
     return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
 
@@ -171,6 +161,17 @@ def _refuse_without_adapter(strategy: Strategy) -> None:
     for name, value in differing(strategy).items() if strategy.adapter == "none" else ():
         if name.startswith("lora_"):
             raise StrategyError(f"{name} {value}: without effect, since adapter is none. Give --adapter lora too.")
+
+
+def _read_data(run_config: RunConfig, seed: int, known: set[str]) -> dict[str, Contents]:
+    """Read the training and the evaluation data, without those whose rows are known."""
+    options = {name: getattr(run_config, name) for name in ("text_column", "columns", "data_format")}
+    paths = {"data": run_config.data} | ({"eval_data": run_config.eval_data} if run_config.eval_data else {})
+    contents = {}
+    for name in [each for each in paths if each not in known]:
+        with _naming_flag(name, run_config):
+            contents[name] = ingest(paths[name], seed=seed, **options)
+    return contents
 
 
 def _rows(contents: Contents, tokenizer: Any, job: Job, run_config: RunConfig) -> Rows:
