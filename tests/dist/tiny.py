@@ -234,7 +234,7 @@ def run_groups(
     path = Path(__file__).with_name(worker)
     python(path, scratch, folder, code=0)
     given = [
-        json.loads((scratch / fresults-{number}).read_text(encoding="utf-8")) for number in range(len(groups))
+        json.loads((scratch / f"results-{number}.json").read_text(encoding="utf-8")) for number in range(len(groups))
     ]
     errors = [(result["cell"], result["error"]) for results in given for result in results if "error" in result]
     assert not errors, errors[0]
