@@ -84,3 +84,9 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
 def gone(processes: list[psutil.Process], seconds: float = 2.0) -> None:
     """All of them, in time."""
     until(lambda: not living(processes), seconds, f"the end of {processes}")
+
+
+def text_table(name: str) -> list[list[str]]:
+    """The rows of a text file beside the unit tests: its cells between bars, without comments."""
+    lines = (ROOT / "tests/unit" / name).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.split("|")] for line in lines if line and not line.startswith("#")]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import runs
 import tiny
-from programs import environment, start, until
+from programs import environment, start, text_table, until
 
 from toolkit import cli
 from toolkit.config.run_config import RunConfig
@@ -65,94 +65,18 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-CASES: dict[str, tuple[str, list[str]]] = {
-    # Strategy
-    "sharding": ("train --sharding zer3", ["'zer3'", "Did you mean 'zero3'?", "fsdp"]),
-    "alias": ("train --sharding FULLSHARD", ["'FULLSHARD'", "Did you mean 'FULL_SHARD'?", "FULL_SHARD"]),
-    "one of several": ("compare --sharding ddp,zero9", ["'zero9'", "Did you mean 'zero"]),
-    "no engine": ("train --sharding fsdp --offload optimizer", ["'fsdp'", "'optimizer'", "zero1, zero2, zero3"]),
-    "no engine 8 bit": ("train --sharding zero3 --adapter qlora8", ["'zero3'", "'qlora8'", "none, ddp"]),
-    "precision": ("train --precision bf15", ["'bf15'", "Did you mean 'bf16'?"]),
-    "fp16": ("train --sharding ddp --processes 2 --precision fp16", ["'fp16'", "precision 'bf16'"]),
-    "attention": ("train --attention flash_attention_2", ["'flash_attention_2'", "Works here:"]),
-    "groups": ("train --sharding hsdp", ["dp_replicate of at least 2", "'fsdp'"]),
-    "uneven groups": ("train --sharding hsdp --dp-replicate 2 --processes 3", ["got 3 ranks", "4 processes"]),
-    "offload on gloo": ("train --sharding fsdp --offload cpu --processes 2", ["'fsdp'", "CPU ranks", "'zero3'"]),
-    "one rank": ("train --sharding ddp --processes 1", ["at least 2 ranks", "'none'"]),
-    "two ranks": ("train --sharding none --processes 2", ["one process", "'ddp'"]),
-    "no rank": ("train --processes 0", ["processes 0", "at least 1"]),
-    "less than no rank": ("compare --processes -1", ["processes -1", "at least 1"]),
-    "evaluated on no data": ("train --eval-every 2", ["eval_every 2", "--eval-data"]),
-    "written for no rank": ("config --sharding ddp --processes 0", ["processes 0", "at least 1"]),
-    "written for one rank": ("config --sharding ddp --processes 1", ["at least 2 ranks"]),
-    "more ranks than GPUs": ("forecast --hardware 2xT4 --sharding ddp --processes 3", ["ranks 3", "at most 2"]),
-    "written for no node": ("config --sharding ddp --nodes 0", ["nodes 0", "at least 1"]),
-    "written for no address": ("config --sharding ddp --nodes 2 --processes 4", ["--main-address", "--node-rank"]),
-    "no such node": (
-        "config --sharding ddp --nodes 2 --processes 4 --node-rank 2 --main-address a:1",
-        ["node_rank 2", "0 to 1"],
-    ),
-    "no port": (
-        "config --sharding ddp --nodes 2 --processes 4 --node-rank 1 --main-address host",
-        ["'host'", "HOST:PORT"],
-    ),
-    # TrainConfig and flags
-    "micro-batch": ("train --micro-batch 0", ["micro_batch 0", "at least 1"]),
-    "eval-every": ("train --eval-every -1", ["eval_every -1", "at least 0"]),
-    "sequence": ("train --seq-len 100000", ["100000", "2048"]),
-    "learning rate": ("train --lr nan", ["lr nan", "finite number"]),
-    "number": ("train --steps abc", ["--steps", "'abc'", "toolkit train --help"]),
-    "verb": ("trian --sharding zero3", ["'trian'", "Did you mean 'train'?", "doctor"]),
-    "flag": ("train --shardin zero3", ["'--shardin'", "Did you mean '--sharding'?"]),
-    "a flag of other verbs": ("forecast --model q8", ["'--model'", "Give it without a flag: `toolkit forecast [MODEL]`"]),
-    "no verb": ("", ["VERB", "toolkit --help"]),
-    "tracker": ("train --tracker tensorbord", ["'tensorbord'", "Did you mean 'tensorboard'?"]),
-    "missing tracker": ("train --tracker 'tensorboard, clearml'", ["'clearml'", "pip install clearml"]),
-    # Model
-    "no model": ("train --model {things}/nothing", ["nothing", "no such folder"]),
-    "hub": ("train --model organisation/model", ["organisation/model", "hf download"]),
-    "hub, described": ("describe organisation/model", ["organisation/model", "hf download"]),
-    "no config": ("describe {things}/full", ["config.json", "save_pretrained"]),
-    "no weights": ("train --model {things}/weightless", ["weightless", "holds no weights", "model.safetensors"]),
-    "config alone": ("train --model {things}/weightless/config.json", ["config without weights", "folder"]),
-    "architecture": ("train --model {things}/unknown", ["'lama'", "Did you mean 'llama'?", "upgrade transformers"]),
-    "vocabulary": ("train --model {things}/overfull", ["token 249", "only to 63", "tokenizer"]),
-    "over its limit": ("train --model {things}/overfull --seq-len 513", ["513", "512"]),
-    "targets": ("train --adapter lora --lora-targets q_prj", ["'q_prj'", "q_proj", "all-linear"]),
-    # Data
-    "no data": ("train --data nothing.jsonl", ["nothing.jsonl", "no such file"]),
-    "no evaluation": ("train --eval-data nothing.jsonl", ["--eval-data nothing.jsonl: no such file", "leave --eval-data out"]),
-    "data as a model": ("train --model {things}/chat.jsonl", ["is a data file", "`toolkit train --data {things}/chat.jsonl`"]),
-    "data described": ("describe {things}/chat.jsonl", ["is a data file", "`toolkit train --data {things}/chat.jsonl`"]),
-    "data planned": ("plan {things}/chat.jsonl", ["is a data file", "`toolkit preview MODEL {things}/chat.jsonl`"]),
-    "data and model": ("preview {things}/chat.jsonl gpt2", ["is a data file", "`toolkit preview MODEL {things}/chat.jsonl`"]),
-    "no data for a model": ("train --model gpt2 --data nothing.jsonl", ["file or folder. Give a path that exists."]),
-    "program as held-out data": ("train --data a.jsonl --eval-data b.py", ["eval_data 'b.py' is a program"]),
-    "one program of several": ("train --data a.jsonl,b.py:0.3", ["data 'b.py' is a program"]),
-    "program as data": ("train --data train.py", ["'train.py' is a program", "`toolkit launch train.py`", ".txt"]),
-    "malformed": ("train --data {things}/malformed.jsonl", ["malformed.jsonl, line 2", "malformed JSON", "column"]),
-    "other column": ("train --data {things}/misnamed.jsonl", ["line 1", "'body'", "--text-column"]),
-    "bad evaluation": ("train --eval-data {things}/malformed.jsonl", ["--eval-data {things}", "malformed.jsonl, line 2"]),
-    "no template": ("train --data {things}/chat.jsonl", ["no chat template", "--chat-template FILE"]),
-    "no such template": ("train --chat-template no.jinja", ["no.jinja", "No such file", "Jinja"]),
-    "too little": ("train --data {things}/short.jsonl", ["too little data", "global batch takes 4", "--micro-batch"]),
-    # Places
-    "old run": ("train --run-dir {things}/old", ["old", "holds a run already", "--run-dir"]),
-    "full folder": ("train --run-dir {things}/full", ["not empty", "letter.txt", "--run-dir"]),
-    "file for a run": ("train --run-dir {things}/file", ["is a file", "--run-dir"]),
-    "run in a file": ("train --run-dir {things}/file/run", ["is a file", "--run-dir"]),
-    "runs in a file": ("compare --run-dir {things}/file", ["is a file", "--run-dir"]),
-    "no place for JSON": ("train --json {things}/nothing/x.json", ["x.json", "there is no folder"]),
-    "JSON in a folder": ("describe --json {things}", ["it is a folder"]),
-    "no place for YAML": ("config --sharding ddp -o {things}/file/x.yaml", ["x.yaml", "cannot be written"]),
-}  # fmt: skip
+REFUSED = text_table("refused_commands.txt")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("line", "expected"), [(line, words) for line, *words in REFUSED])
 def test_one_sentence_and_nothing_left(
-    name: str, things: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str,
+    expected: list[str],
+    things: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    line, expected = CASES[name]
     monkeypatch.chdir(tmp_path)
     before = sorted(things.rglob("*"))
     code = cli.main([word.format(things=things) for word in shlex.split(line)])
