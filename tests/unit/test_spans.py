@@ -47,14 +47,8 @@ MARKERS = [
     "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>",
     "<｜end▁of▁sentence｜>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
 ]  # fmt: skip
-TEXTS = [
-    "hi",
-    "yes",
-    "why",
-    "no",
-    "### assistant: yes no hi why a b c.",
-    "user: hi\n\n### user: why\n\nassistant\n\nyes",
-] * 9
+WORDS = ["hi", "yes", "why", "no", "### assistant: yes no hi why a b c."]
+TEXTS = [*WORDS, "user: hi\n\n### user: why\n\nassistant\n\nyes"] * 9
 
 
 def byte_level(prefix: bool = False, trim: bool = False) -> Any:
