@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import by_name, to_flags
+from toolkit.config.flags import to_flags
 from toolkit.config.parallelism import resolve_parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
 from toolkit.core.phases import PHASES

@@ -15,7 +15,8 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
 import toolkit as tk
 from toolkit.cli.parser import parse
-from toolkit.config.flags import from_dict, given
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import given
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
 from toolkit.engines.deepspeed.user_config import _KNOWN_KEYS, CHOICES, FIXED, NUMBER_KEYS, WITHOUT_EFFECT, read_config

@@ -14,11 +14,13 @@ from programs import ROOT, text_table
 import toolkit as tk
 from toolkit.cli import main
 from toolkit.cli.parser import build_parser
-from toolkit.config.flags import from_dict, given, meaning_of, spell
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import given, spell
 from toolkit.config.hints import HINTS, PYTHON_NAMES, SHARDING_NAMES, VERBS
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import meaning_of
 from toolkit.core.errors import StrategyError
 
 PARSER = build_parser()

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit import cli
 from toolkit.checkpoints.manifest import read_manifest
-from toolkit.config.flags import from_dict
+from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.core import atomic_io
 from toolkit.core.display import Result, Table

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from toolkit.config.flags import Parser, add_flags, from_dict, given, read_assignments, to_flags
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import Parser, add_flags, given, read_assignments, to_flags
 from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
 from toolkit.config.strategy import PRECISION_WORDS as PRECISIONS
 from toolkit.config.train_config import TrainConfig

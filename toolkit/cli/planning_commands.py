@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.cli.output import check_target, show, write_config
-from toolkit.config.flags import from_dict, given, read_assignments
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result

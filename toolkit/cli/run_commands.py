@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.planning_commands import read, strategies
-from toolkit.config.flags import flag, from_dict, given, spell, to_flags
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import flag, given, spell, to_flags
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result

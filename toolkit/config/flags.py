@@ -4,117 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
-import math
-import operator
 import re
 import shlex
 import sys
 import typing
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from toolkit.config.hints import HINTS, VERBS, Meaning, translate
-from toolkit.core.display import Table
-from toolkit.core.errors import StrategyError, UnknownName, nearest
-
-Owner = TypeVar("Owner")
-T = TypeVar("T")
-
-
-def amount(default: Any, help: str, alias: str = "", joined: bool = False, needs: str = "", **bounds: float) -> Any:
-    """Return a dataclass field with its flag's help, the name of an alias, and bounds of a number: words of `_COMPARISONS`.
-
-    Args:
-        default, help, alias, bounds: as above.
-        joined: the flag may be given several times; its values are joined by commas.
-        needs: a field without which this one has no effect.
-    """
-    about = {"help": help, "alias": alias, "joined": joined, "needs": needs, "bounds": bounds}
-    return field(default=default, metadata=about)
-
-
-class _Joined(argparse.Action):
-    """Join the values of a flag that is given several times by commas."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, value if before is None else f"{before},{value}")
-
-
-def choice(default: str, values: Collection[str], help: str, later: tuple[str, ...] = ()) -> Any:
-    """Return a field that takes one of `values`; values in `later` have a name and no engine yet."""
-    return field(default=default, metadata={"help": help, "values": values, "later": later})
-
-
-def validate(owner: Any) -> None:
-    """Check the type, the choices and the bounds of every field of a dataclass.
-
-    Raises:
-        StrategyError: with the value and what was expected; for a word with the nearest known one.
-    """
-    for f in dataclasses.fields(owner):
-        check_value(type(owner), f.name, getattr(owner, f.name))
-
-
-def check_value(owner: type[Any], name: str, value: Any) -> None:
-    """Check a value of a dataclass's field, as `validate` does."""
-    kind, optional = _kinds(owner)[name]
-    about: Mapping[str, Any] = owner.__dataclass_fields__[name].metadata
-    if value is None and optional:
-        return
-    if choices := about.get("values"):
-        later = about["later"]
-        if value not in choices or str(value).endswith(":K"):
-            word, _, number = str(value).partition(":")
-            if f"{word}:K" in choices and re.fullmatch(r"[1-9]\d*", number) and number != "1":
-                return
-            known = ", ".join(word for word in choices if word not in later)
-            near = nearest(value, [word for word in choices if word not in later])
-            raise StrategyError(f"{name} {value!r} is unknown.{near} Known: {known}.")
-        if value in later:
-            raise StrategyError(f"{name} {value!r} is not available yet.")
-        return
-    if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) > (kind is bool):
-        raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise StrategyError(f"{name} of {value.bit_length()} bits: expected {kind.__name__} of at most 63 bits.")
-    if kind is float and not math.isfinite(value):
-        raise StrategyError(f"{name} {value!r}: expected a finite number.")
-    for word, bound in about["bounds"].items():
-        holds, text = _COMPARISONS[word]
-        if not holds(value, bound):
-            raise StrategyError(f"{name} {value!r}: expected {kind.__name__} {text} {bound:g}.")
-
-
-_COMPARISONS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
-
-_FIELD_TYPES: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
-
-
-def _kinds(owner: type[Any]) -> dict[str, tuple[type[Any], bool]]:
-    """Return the type of each field, and whether it may be None: `float | None` → `(float, True)`."""
-    if owner not in _FIELD_TYPES:
-        options = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(owner).items()}
-        _FIELD_TYPES[owner] = {name: (kinds[0], type(None) in kinds) for name, kinds in options.items()}
-    return _FIELD_TYPES[owner]
-
-
-def fields_table(title: str, owner: Any) -> Table:
-    """Return the fields of a dataclass and their values."""
-    rows = [(name, "open" if value is None else value) for name, value in vars(owner).items()]
-    return Table(title=title, columns=("field", "value"), rows=rows)
-
+from toolkit.config.fields import differing, field_kinds
+from toolkit.config.hints import HINTS, VERBS
+from toolkit.config.unknown_names import meaning_of, spell_notes
+from toolkit.core.errors import StrategyError, nearest
 
 MAX_METAVAR = 60
 """Characters of a flag and its values in one line of help; more values stand in its text."""
-
-
-def flag(name: str) -> str:
-    """Return a field's flag: `"micro_batch"` → `"--micro-batch"`."""
-    return "--" + name.replace("_", "-")
 
 
 class Parser(argparse.ArgumentParser):
@@ -206,7 +110,7 @@ def add_flags(
         for f in dataclasses.fields(owner):
             if f.name in without:
                 continue
-            kind, _ = _kinds(owner)[f.name]
+            kind, _ = field_kinds(owner)[f.name]
             values = [value for value in f.metadata.get("values", ()) if value not in f.metadata["later"]]
             metavar = "|".join(values) if values else kind.__name__.upper()
             text = f"{f.metadata['help']} (default: {default or ('open' if f.default is None else f.default)})"
@@ -230,15 +134,22 @@ def given(flags: argparse.Namespace, owner: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+class _Joined(argparse.Action):
+    """Join the values of a flag that is given several times by commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, value if before is None else f"{before},{value}")
+
+
+def flag(name: str) -> str:
+    """Return a field's flag: `"micro_batch"` → `"--micro-batch"`."""
+    return "--" + name.replace("_", "-")
+
+
 def to_flags(*owners: Any) -> list[str]:
     """Return the shortest equivalent command line: only fields with other values than the default."""
     return spell({name: value for owner in owners for name, value in differing(owner).items()})
-
-
-def differing(owner: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass with other values than their defaults."""
-    values = {f.name: (getattr(owner, f.name), f.default) for f in dataclasses.fields(owner)}
-    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def spell(values: Mapping[str, Any]) -> list[str]:
@@ -264,7 +175,7 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
     Raises:
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
     """
-    kinds = {name: kind for owner in owners for name, (kind, _) in _kinds(owner).items()}
+    kinds = {name: kind for owner in owners for name, (kind, _) in field_kinds(owner).items()}
     values: dict[str, Any] = {}
     for word in filter(None, (part.strip(", ") for part in re.split(r",(?=[^,]*=)", text))):
         name, equals, value = word.rpartition("=")
@@ -276,111 +187,3 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
         except ValueError:
             raise StrategyError(f"{name} {value!r}: expected {kinds[name].__name__}.") from None
     return values
-
-
-def meaning_of(names: Mapping[str, Any], known: Collection[str], given: Mapping[str, Any]) -> Meaning:
-    """Return what names of other tools mean, as `translate` does; a value that our field refuses is a sentence."""
-    meaning = translate(names, known, given)
-    for name, value in list(meaning.fields.items()):
-        for owner in OWNERS.values():
-            if name in (kinds := _kinds(owner)):
-                kind = kinds[name][0]
-                try:
-                    check_value(owner, name, value if kind is bool else kind(value))
-                except StrategyError as error:
-                    meaning.notes[name] = str(error).rstrip(".")
-                    del meaning.fields[name]
-                except ValueError:
-                    meaning.notes[name] = f"{name} {value!r}: expected {kind.__name__}"
-                    del meaning.fields[name]
-    return meaning
-
-
-def spell_notes(meaning: Meaning) -> str:
-    """Return the sentences of a meaning, each after the name that it is about."""
-    return "".join(f" {note if note.startswith(name) else f'{name}: {note}'}." for name, note in meaning.notes.items())
-
-
-def unknown_names(
-    where: str, names: Mapping[str, Any], known: Collection[str], given: Mapping[str, Any]
-) -> UnknownName:
-    """Return the error for arguments that a function or dataclass does not have, with those that mean the same.
-
-    Args:
-        where: begins the message: `"launch has no argument"`.
-        names: the unknown ones, with their values.
-        known: the arguments that it has.
-        given: the values of arguments that it has.
-    """
-    text = ""
-    theirs = {name: value if isinstance(value, list | tuple) else [value] for name, value in names.items()}
-    ours = {name: value for name, value in names.items() if any(name in _kinds(owner) for owner in OWNERS.values())}
-    meaning = meaning_of({name: value for name, value in theirs.items() if name not in ours}, known, given)
-    fields = {**meaning.fields, **ours}
-    if here := {name: value for name, value in fields.items() if name in known}:
-        text += f" Here it is {_arguments(here)}."
-    for argument, owner in OWNERS.items():
-        own = {name: fields.pop(name) for name in _kinds(owner) if name in fields and name not in known}
-        if own and argument in known:
-            text += f" Give {argument}=tk.{owner.__name__}({_arguments(own)})."
-        elif own:
-            place = f"tk.{owner.__name__}" if where[0].isupper() else "tk.launch"
-            text += f" {place} has it: {_arguments(own)}."
-    if rest := {name: value for name, value in fields.items() if name not in known}:
-        text += f" tk.launch has it: {_arguments(rest)}."
-    text += spell_notes(meaning)
-    text += "".join(nearest(name, known) or f" {name} has no meaning here." * bool(text) for name in meaning.unknown)
-    text = text or f" Known: {', '.join(known)}."
-    return UnknownName(f"{where} {', '.join(map(repr, names))}.{text}")
-
-
-def _arguments(fields: Mapping[str, Any]) -> str:
-    """Return fields as arguments in Python: `epochs=3, data='x.jsonl'`."""
-    number = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?")
-    return ", ".join(
-        f"{name}={value if number.fullmatch(str(value)) else repr(value)}" for name, value in fields.items()
-    )
-
-
-OWNERS: dict[str, type[Any]] = {}
-"""Name of an argument, such as `train_config` → the dataclass. Each of its fields is a flag."""
-
-
-def by_name(target: T) -> T:
-    """Answer unknown and unnamed arguments of a function or a dataclass in a sentence. A decorator."""
-    whole: Any = target
-    owner: Any = target if isinstance(target, type) else None
-    function = whole.__init__ if owner else whole
-    code, kind = function.__code__, "field" if owner else "argument"
-    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-    @functools.wraps(function)
-    def checked(*args: Any, **fields: Any) -> Any:
-        if unknown := {name: value for name, value in fields.items() if name not in known}:
-            given = {name: value for name, value in fields.items() if name in known}
-            raise unknown_names(f"{whole.__name__} has no {kind}", unknown, known[bool(owner) :], given)
-        if len(args) > code.co_argcount:
-            value, name = args[code.co_argcount], known[code.co_argcount]
-            raise UnknownName(f"{whole.__name__}({value!r}): expected names, such as {name}={value!r}.")
-        for name in fields if owner else ():
-            needs = owner.__dataclass_fields__[name].metadata.get("needs")
-            if needs and needs not in fields and fields[name] is not None:
-                raise StrategyError(
-                    f"{name} {fields[name]}: without effect, since {needs} is not given. Give --{needs} too, or leave it out."
-                )
-        return function(*args, **fields)
-
-    if owner is None:
-        return cast("T", checked)
-    owner.__init__ = checked
-    OWNERS["_".join(re.findall("[A-Z][a-z]+", owner.__name__)).lower()] = owner
-    return target
-
-
-def from_dict(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
-    """Return a dataclass from its JSON.
-
-    Raises:
-        StrategyError: for a field that does not exist, with what means the same, and for a value of another type.
-    """
-    return owner(**values)

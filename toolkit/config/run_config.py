@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.flags import amount, by_name, choice, validate
+from toolkit.config.fields import amount, choice, validate
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import ToolkitError
 
 EMBEDDED = "embedded"

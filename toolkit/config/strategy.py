@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from toolkit.config.flags import amount, by_name, choice, fields_table, validate
+from toolkit.config.fields import amount, choice, fields_table, validate
 from toolkit.config.hints import SHARDING_NAMES
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
+from toolkit.config.unknown_names import by_name
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, nearest
 

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from toolkit.config.flags import amount, by_name, choice, fields_table, validate
+from toolkit.config.fields import amount, choice, fields_table, validate
 from toolkit.config.strategy import LATER, OPTIMIZER_WORDS
+from toolkit.config.unknown_names import by_name
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
 

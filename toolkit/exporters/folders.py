@@ -16,7 +16,7 @@ from toolkit.checkpoints.importers import Entry, Weights, open_foreign
 from toolkit.checkpoints.layout import WEIGHT
 from toolkit.checkpoints.manifest import MANIFEST, listed, misplacement
 from toolkit.checkpoints.stored_tensors import StoredTensors, opened
-from toolkit.config.flags import from_dict
+from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import check_fields, sync_folder

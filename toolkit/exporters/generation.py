@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.manifest import MANIFEST
-from toolkit.config.flags import by_name
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.atomic_io import read_json
 from toolkit.core.errors import ModelError, RunError, ToolkitError, value_or
 from toolkit.data import resolve_spec

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.checkpoints import identify
 from toolkit.checkpoints.identity import check_same
 from toolkit.checkpoints.importers import Entry, Weights
-from toolkit.config.flags import by_name, from_dict
+from toolkit.config.fields import from_dict
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.tables import PRECISIONS
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.errors import ModelError, RunError, ToolkitError
 from toolkit.core.units import BYTES_OF, dtype_name, format_bytes

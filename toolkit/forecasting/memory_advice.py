@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.config.flags import from_dict
+from toolkit.config.fields import from_dict
 from toolkit.config.strategy import OFFLOADS, SHARDINGS, Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 

@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.flags import by_name, differing, spell
+from toolkit.config.fields import differing
+from toolkit.config.flags import spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import format_bytes

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.config.flags import by_name
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import MiB, ceil_div, format_bytes
 from toolkit.devices.machine import Hardware, hardware

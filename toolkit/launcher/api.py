@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import differing, from_dict, spell, to_flags, unknown_names
+from toolkit.config.fields import differing, from_dict
+from toolkit.config.flags import spell, to_flags
 from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
+from toolkit.config.unknown_names import unknown_names
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, StrategyError, value_or

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoints import list_checkpoints
-from toolkit.config.flags import amount, by_name, choice, from_dict, spell, validate
+from toolkit.config.fields import amount, choice, from_dict, validate
+from toolkit.config.flags import spell
 from toolkit.config.train_config import TrainConfig
+from toolkit.config.unknown_names import by_name
 from toolkit.core.atomic_io import last_step
 from toolkit.core.errors import OutOfMemory, value_or
 from toolkit.forecasting.memory_advice import halved

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.config.flags import from_dict
+from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import end_of, open_regular, read_events
 from toolkit.core.display import Result, Table

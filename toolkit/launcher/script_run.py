@@ -20,7 +20,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from toolkit.config.flags import differing, from_dict
+from toolkit.config.fields import differing, from_dict
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig

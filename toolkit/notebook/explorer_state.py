@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import flag, from_dict, spell
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import flag, spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
 from toolkit.config.train_config import TrainConfig

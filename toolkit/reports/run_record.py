@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import differing, from_dict, spell, to_flags
+from toolkit.config.fields import differing, from_dict
+from toolkit.config.flags import spell, to_flags
 from toolkit.config.run_config import SECTIONS
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.randomness import read_generators, write_generators
-from toolkit.config.flags import by_name
+from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.records import Prepared, StepResult

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.flags import from_dict, spell
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import spell
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import OutOfMemory, ToolkitError, value_or

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from toolkit.config.flags import Parser, add_flags, from_dict, given
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import Parser, add_flags, given
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints import list_checkpoints
 from toolkit.checkpoints.manifest import folder_name
-from toolkit.config.flags import flag, from_dict
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import flag
 from toolkit.config.parallelism import resolve_parallelism
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import SHARDINGS, Strategy, sharding_word

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.config.flags import differing, flag, from_dict
+from toolkit.config.fields import differing, from_dict
+from toolkit.config.flags import flag
 from toolkit.config.strategy import Strategy, sharding_word
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import MissingLibrary, RunError, StrategyError, nearest
