@@ -46,7 +46,7 @@ def validate(owner: Any) -> None:
 
 def check_value(owner: type[Any], name: str, value: Any) -> None:
     """Check a value of a dataclass's field, as `validate` does."""
-    kind, optional = field_kinds(owner)[name]
+    kind, optional = kinds_of(owner)[name]
     about: Mapping[str, Any] = owner.__dataclass_fields__[name].metadata
     if value is None and optional:
         return
@@ -79,7 +79,7 @@ _COMPARISONS = {"least": (operator.ge, "of at least"), "above": (operator.gt, "a
 _FIELD_TYPES: dict[Any, dict[str, tuple[type[Any], bool]]] = {}
 
 
-def field_kinds(owner: type[Any]) -> dict[str, tuple[type[Any], bool]]:
+def kinds_of(owner: type[Any]) -> dict[str, tuple[type[Any], bool]]:
     """Return the type of each field, and whether it may be None: `float | None` → `(float, True)`."""
     if owner not in _FIELD_TYPES:
         options = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(owner).items()}

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.fields import differing, field_kinds
+from toolkit.config.fields import differing, kinds_of
 from toolkit.config.hints import HINTS, VERBS
 from toolkit.config.unknown_names import meaning_of, spell_notes
 from toolkit.core.errors import StrategyError, nearest
@@ -110,7 +110,7 @@ def add_flags(
         for f in dataclasses.fields(owner):
             if f.name in without:
                 continue
-            kind, _ = field_kinds(owner)[f.name]
+            kind, _ = kinds_of(owner)[f.name]
             values = [value for value in f.metadata.get("values", ()) if value not in f.metadata["later"]]
             metavar = "|".join(values) if values else kind.__name__.upper()
             text = f"{f.metadata['help']} (default: {default or ('open' if f.default is None else f.default)})"
@@ -175,7 +175,7 @@ def read_assignments(text: str, *owners: type[Any], alone: str) -> dict[str, Any
     Raises:
         StrategyError: for a field that none of them has, with the nearest, and for a value of another type.
     """
-    kinds = {name: kind for owner in owners for name, (kind, _) in field_kinds(owner).items()}
+    kinds = {name: kind for owner in owners for name, (kind, _) in kinds_of(owner).items()}
     values: dict[str, Any] = {}
     for word in filter(None, (part.strip(", ") for part in re.split(r",(?=[^,]*=)", text))):
         name, equals, value = word.rpartition("=")

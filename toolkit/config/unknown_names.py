@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast
 
-from toolkit.config.fields import check_value, field_kinds
+from toolkit.config.fields import check_value, kinds_of
 from toolkit.config.hints import Meaning, translate
 from toolkit.core.errors import StrategyError, UnknownName, nearest
 
@@ -19,7 +19,7 @@ def meaning_of(names: Mapping[str, Any], known: Collection[str], given: Mapping[
     meaning = translate(names, known, given)
     for name, value in list(meaning.fields.items()):
         for owner in OWNERS.values():
-            if name in (kinds := field_kinds(owner)):
+            if name in (kinds := kinds_of(owner)):
                 kind = kinds[name][0]
                 try:
                     check_value(owner, name, value if kind is bool else kind(value))
@@ -50,15 +50,13 @@ def unknown_names(
     """
     text = ""
     theirs = {name: value if isinstance(value, list | tuple) else [value] for name, value in names.items()}
-    ours = {
-        name: value for name, value in names.items() if any(name in field_kinds(owner) for owner in OWNERS.values())
-    }
+    ours = {name: value for name, value in names.items() if any(name in kinds_of(owner) for owner in OWNERS.values())}
     meaning = meaning_of({name: value for name, value in theirs.items() if name not in ours}, known, given)
     fields = {**meaning.fields, **ours}
     if here := {name: value for name, value in fields.items() if name in known}:
         text += f" Here it is {_arguments(here)}."
     for argument, owner in OWNERS.items():
-        own = {name: fields.pop(name) for name in field_kinds(owner) if name in fields and name not in known}
+        own = {name: fields.pop(name) for name in kinds_of(owner) if name in fields and name not in known}
         if own and argument in known:
             text += f" Give {argument}=tk.{owner.__name__}({_arguments(own)})."
         elif own:

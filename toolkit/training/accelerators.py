@@ -155,10 +155,11 @@ class AuditedPrepare(OwnLoop):
 
     def _make_ready(self, model: torch.nn.Module) -> None:
         """Change a model as the engine and its forward need it. Every rank gets rank 0's buffers."""
-        self.job.engine.before_prepare(self.job, model)
+        engine = self.job.engine
+        engine.before_prepare(self.job, model)
         checkpoint_in_training_only(model)
         keep_packing(model)  # a user's own may be quantized, too
-        if self._copies_buffers:
+        if not engine.broadcasts_buffers and self.num_processes > 1:
             broadcast_buffers(model)
 
     def _prepare_upstream(self, objects: Sequence[Any], models: Sequence[Any], placement: list[bool] | None) -> Any:
@@ -199,15 +200,10 @@ class AuditedPrepare(OwnLoop):
         audit(prepared)
         given.check(prepared)
         self.watch(prepared.model)
-        if self._copies_buffers:
+        if not engine.broadcasts_buffers and self.num_processes > 1:
             share_statistics(prepared.model)
         if not engine.model_no_sync:
             prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
-
-    @property
-    def _copies_buffers(self) -> bool:
-        """Whether buffers have to be copied from rank 0, since the engine sends parameters alone."""
-        return not self.job.engine.broadcasts_buffers and self.num_processes > 1
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return Accelerate's state dict; where each rank holds parts, rank 0 gets whole tensors, as `save` writes them.

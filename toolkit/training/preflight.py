@@ -164,7 +164,7 @@ def _refuse_without_adapter(strategy: Strategy) -> None:
 
 
 def _read_data(run_config: RunConfig, seed: int, known: set[str]) -> dict[str, Contents]:
-    """Read the training and the evaluation data, without those whose rows are known."""
+    """Read training and evaluation data, except those with known rows."""
     options = {name: getattr(run_config, name) for name in ("text_column", "columns", "data_format")}
     paths = {"data": run_config.data} | ({"eval_data": run_config.eval_data} if run_config.eval_data else {})
     contents = {}

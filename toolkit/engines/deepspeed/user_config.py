@@ -117,88 +117,20 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
     Raises:
         StrategyError: for a file that cannot be read, and for a key or value that the toolkit would not follow.
     """
-    reader = _Reader(path, _read_keys(path))
-    reader.refuse_unknown()
-    reader.take_choices()
-    reader.take_numbers()
-    reader.take_batch(ranks)
-    return reader.fields
+    keys = _read_keys(path)
+    fields: dict[str, Any] = {}
 
+    def refuse(key: str, expected: str) -> StrategyError:
+        value = shorten_value(value_or("nested", json.dumps, keys[key]))
+        return StrategyError(f"{path}: {shorten_value(key, 80)} is {value}. Expected {expected}.")
 
-@dataclasses.dataclass
-class _Reader:
-    """A file's keys, and the fields that they set: key by key, in the order of the tables."""
+    def set_fields(key: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name in ("lr", "precision") and fields.get(name, value) != value:
+                raise refuse(key, f"{fields[name]!r}, as another key has it")
+            fields[name] = value
 
-    path: str | Path
-    keys: Mapping[str, Any]
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def refusal(self, key: str, expected: str) -> StrategyError:
-        """Return the error for a key: its value, and what was expected."""
-        value = shorten_value(value_or("nested", json.dumps, self.keys[key]))
-        return StrategyError(f"{self.path}: {shorten_value(key, 80)} is {value}. Expected {expected}.")
-
-    def refuse_unknown(self) -> None:
-        """Refuse keys that the toolkit does not set, and other values of keys that it sets in one way."""
-        for key, value in self.keys.items():
-            section = any(known.startswith(f"{key}.") for known in _KNOWN_KEYS)
-            if key not in _KNOWN_KEYS and not (section and value == {}):
-                raise self.refusal(key, "an object" if section else "no such key: the toolkit does not set it")
-        for key, only in FIXED.items():
-            if not any(_same(self.keys.get(key), word) for word in (*OPEN, only)):
-                raise self.refusal(key, json.dumps(only))
-
-    def take_choices(self) -> None:
-        """Set the fields of each key with a table of its values."""
-        for key, choices in CHOICES.items():
-            value = _as_word(self.keys.get(key))
-            if value not in OPEN:
-                matches = [values for word, values in choices.items() if _same(value, word)]
-                if not matches:
-                    raise self.refusal(key, ", ".join(json.dumps(word) for word in choices))
-                for name, taken in matches[0].items():
-                    self.set(key, name, taken)
-        if "sharding" not in self.fields:
-            raise StrategyError(
-                f"{self.path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'."
-            )
-        if self.fields.get("offload") == "cpu" and self.keys.get("zero_optimization.offload_optimizer.device") != "cpu":
-            key = "zero_optimization.offload_param.device"
-            raise self.refusal(key, '"none": parameters are offloaded with the optimizer')
-
-    def take_numbers(self) -> None:
-        """Set the field of each key with a number."""
-        for key, (name, kind) in NUMBER_KEYS.items():
-            unused = name == "gather_bucket_elements" and ("stage3" in key) != (self.fields["sharding"] == "zero3")
-            if self.keys.get(key) not in OPEN and not unused:
-                self.set(key, name, self.number(key, self.keys[key], name, kind))
-        key = "optimizer.params.betas"
-        if (betas := self.keys.get(key)) not in OPEN:
-            if not isinstance(betas, list) or len(betas) != 2:
-                raise self.refusal(key, "two numbers")
-            for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-                self.set(key, name, self.number(key, beta, name, float))
-
-    def take_batch(self, ranks: int | None) -> None:
-        """Derive the micro-batch from the global batch, or check the product."""
-        batch = self.keys.get("train_batch_size")
-        if batch in OPEN:
-            return
-        if ranks is None or type(batch) is not int:
-            raise self.refusal("train_batch_size", '"auto", or a whole number with --processes')
-        accumulation = self.fields.setdefault("accumulation", 1)
-        micro = self.fields.setdefault("micro_batch", max(1, batch // (accumulation * max(1, ranks))))
-        if micro * accumulation * ranks != batch:
-            product = f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks"
-            raise self.refusal("train_batch_size", product)
-
-    def set(self, key: str, name: str, value: Any) -> None:
-        """Set a field. Of two keys with one field the values have to agree where both are the user's intent."""
-        if name in ("lr", "precision") and self.fields.get(name, value) != value:
-            raise self.refusal(key, f"{self.fields[name]!r}, as another key has it")
-        self.fields[name] = value
-
-    def number(self, key: str, value: Any, name: str, kind: Callable[[Any], Any]) -> Any:
+    def number(key: str, value: Any, name: str, kind: Callable[[Any], Any]) -> Any:
         """Return a number that its field takes."""
         try:
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -206,10 +138,41 @@ class _Reader:
             result = kind(value)
             check_value(TrainConfig if hasattr(TrainConfig, name) else Strategy, name, result)
         except (ValueError, OverflowError):
-            raise self.refusal(key, 'a number (whole where it counts), or "auto"') from None
+            raise refuse(key, 'a number (whole where it counts), or "auto"') from None
         except StrategyError as error:
-            raise self.refusal(key, str(error).rpartition("expected ")[2].rstrip(".")) from None
+            raise refuse(key, str(error).rpartition("expected ")[2].rstrip(".")) from None
         return result
+
+    for key, value in keys.items():
+        section = any(known.startswith(f"{key}.") for known in _KNOWN_KEYS)
+        if key not in _KNOWN_KEYS and not (section and value == {}):
+            raise refuse(key, "an object" if section else "no such key: the toolkit does not set it")
+    for key, choices in CHOICES.items():
+        value = _as_word(keys.get(key))
+        if value not in OPEN:
+            matches = [values for word, values in choices.items() if _same(value, word)]
+            if not matches:
+                raise refuse(key, ", ".join(json.dumps(word) for word in choices))
+            set_fields(key, matches[0])
+    if "sharding" not in fields:
+        raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
+    for key, (name, kind) in NUMBER_KEYS.items():
+        unused = name == "gather_bucket_elements" and ("stage3" in key) != (fields["sharding"] == "zero3")
+        if keys.get(key) not in OPEN and not unused:
+            set_fields(key, {name: number(key, keys[key], name, kind)})
+    for key, only in FIXED.items():
+        if not any(_same(keys.get(key), word) for word in (*OPEN, only)):
+            raise refuse(key, json.dumps(only))
+    betas = keys.get("optimizer.params.betas")
+    if betas not in OPEN:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise refuse("optimizer.params.betas", "two numbers")
+        for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+            fields[name] = number("optimizer.params.betas", beta, name, float)
+    if fields.get("offload") == "cpu" and keys.get("zero_optimization.offload_optimizer.device") != "cpu":
+        raise refuse("zero_optimization.offload_param.device", '"none": parameters are offloaded with the optimizer')
+    _check_batch(keys, fields, ranks, refuse)
+    return fields
 
 
 def read_environment(environ: Mapping[str, str], owner: type[Any]) -> dict[str, Any]:
@@ -220,6 +183,21 @@ def read_environment(environ: Mapping[str, str], owner: type[Any]) -> dict[str, 
     names = {field.name for field in dataclasses.fields(owner)}
     fields = read_config(path, int(environ.get("WORLD_SIZE", "1")))
     return {name: value for name, value in fields.items() if name in names}
+
+
+def _check_batch(
+    keys: Mapping[str, Any], fields: dict[str, Any], ranks: int | None, refuse: Callable[[str, str], StrategyError]
+) -> None:
+    """Derive the micro-batch from the global batch, or check the product."""
+    batch = keys.get("train_batch_size")
+    if batch in OPEN:
+        return
+    if ranks is None or type(batch) is not int:
+        raise refuse("train_batch_size", '"auto", or a whole number with --processes')
+    accumulation = fields.setdefault("accumulation", 1)
+    micro = fields.setdefault("micro_batch", max(1, batch // (accumulation * max(1, ranks))))
+    if micro * accumulation * ranks != batch:
+        raise refuse("train_batch_size", f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks")
 
 
 def _as_word(value: Any) -> Any:
