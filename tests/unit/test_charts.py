@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import math
 import re
 import sys
 import threading
+from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import runs
 
 from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
-from toolkit.core.display import Table
+from toolkit.core.display import JsonRecord, Table
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, colour, ink_on, luminance
 from toolkit.core.units import GiB, MiB
@@ -243,3 +246,17 @@ def test_a_forecast_shows_its_peak() -> None:
     assert shown.index("<strong>") < shown.index(svg) < shown.index("<table>")
     assert set(drawn(svg)) == set(runs.PARTS)
     assert described(svg).endswith("The line marks the limit: a rank has 256.0 MiB.")
+
+
+@dataclass
+class Declared(JsonRecord):
+    json_fields = "* group.name=path.name size=none.size"
+    path: Path
+    points: tuple[tuple[int, int], ...] = ((1, 2),)
+    none: Bar | None = None
+
+
+def test_a_record_declares_its_json() -> None:
+    """All fields, a nested name of an attribute's attribute, and None where there is no owner."""
+    expected = {"path": "/a/b", "points": [[1, 2]], "none": None, "group": {"name": "b"}, "size": None}
+    assert Declared(Path("/a/b")).to_dict() == json.loads(Declared(Path("/a/b")).to_json()) == expected
