@@ -521,6 +521,15 @@ def test_a_request_for_an_adapter_that_the_model_lacks_is_refused(make: Callable
         ours.prepare(*linear())
 
 
+def test_a_request_to_compile_a_model_that_is_not_compiled_is_refused(make: Callable[..., Any]) -> None:
+    ours = accelerator(Strategy(precision="fp32", compile=True))
+    model, optimizer = linear()
+    with pytest.raises(StrategyError, match="compile was requested, and no layer of this code's model is compiled"):
+        ours.prepare(model, optimizer)
+    model.compile()
+    ours.prepare(model, optimizer)
+
+
 def test_an_engine_from_elsewhere_may_clip_with_the_accelerator(make: Callable[..., Any]) -> None:
     """In the toolkit's own loop no call of the Accelerator's tells one step from the next."""
     ours = make(TrainConfig(max_grad_norm=1.0))

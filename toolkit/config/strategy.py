@@ -197,6 +197,7 @@ class Strategy(Result):
         ("auto", "chunked", "whole"),
         "chunked: the head computes the loss, without whole logits; auto: train takes it where those are large, all else whole",
     )
+    compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, qlora")
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
     cp: int = amount(1, "", least=1)

@@ -24,7 +24,12 @@ _BUILT_IN = {"ddp": "DDP", "deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 _engines: dict[str, Engine] = {}
 """Engines that were used or registered, by name."""
 
-_BUILT_IN_TRANSFORMS = {"activation_checkpointing": "checkpointing", "adapter": "adapters", "loss": "chunked_loss"}
+_BUILT_IN_TRANSFORMS = {
+    "activation_checkpointing": "checkpointing",
+    "adapter": "adapters",
+    "loss": "chunked_loss",
+    "compile": "compile",
+}
 """Name → its module in `toolkit.transforms`, in the order of their use. Others come after them."""
 
 _transforms: dict[str, Transform] = {}

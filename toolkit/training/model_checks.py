@@ -33,11 +33,16 @@ def check_model(job: Job, model: torch.nn.Module) -> None:
 
 
 def check_adapter(strategy: Strategy, model: torch.nn.Module) -> None:
-    """Refuse a model without the adapter that was requested."""
+    """Refuse a model without the adapter that was requested, or without compiled layers."""
     if strategy.adapter != "none" and not any(".lora_" in name for name, _ in model.named_parameters()):
         raise StrategyError(
             f"adapter {strategy.adapter!r} was requested, and the model of this code has none. Make it with tk.load(accelerator) "
             "or PEFT's get_peft_model, or leave --adapter out."
+        )
+    if strategy.compile and not any(each._compiled_call_impl for each in model.modules()):
+        raise StrategyError(
+            "compile was requested, and no layer of this code's model is compiled. Make it with tk.load(accelerator), call "
+            "compile() of each layer, or leave --compile out."
         )
 
 
