@@ -1,7 +1,11 @@
 # make demo    trains one model under six strategies, two processes each, and prints one table
 # make test    make check, then every test that this machine can run
 # make grid    hundreds of runs and their forecasts, in hours; it continues where it was stopped. make test repeats a sample
-# make check   style, types, layers, words, budgets of code lines
+# make check   style, types, layers, words, budgets of code lines, the site
+# make docs    builds the site into site/, strictly. Its tables of executed runs: make matrix, make cards, make choose;
+#              some: make cards RESULTS="llama qwen3". What is there for the installed versions is not run again
+# make schemas the JSON Schemas of forecast, plan and doctor
+# make dist    wheel and sdist into dist/, each installed into a fresh environment and imported
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 # make screenshots   make the pictures of README: JupyterLab in the system's Chromium
 #
@@ -13,10 +17,11 @@ PYTEST ?=
 # Much of a run of several ranks is one process that imports: two files of such tests at once keep two cores busy.
 RUNNERS ?= 2
 NOTEBOOKS ?=
+RESULTS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test grid check notebooks screenshots system-packages
+.PHONY: demo test grid check docs matrix cards choose schemas dist notebooks screenshots system-packages
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -34,6 +39,20 @@ check: .venv/.installed
 	$(BIN)/lint-imports
 	.ci/check-words
 	$(BIN)/python .ci/check-size
+	$(MAKE) --no-print-directory docs
+
+docs: .venv/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+matrix cards choose: .venv/.installed
+	$(BIN)/python docs/results.py $@ $(RESULTS)
+
+schemas: .venv/.installed
+	$(BIN)/python docs/schemas.py
+
+dist: .venv/.installed
+	rm -rf dist
+	$(BIN)/python .ci/build-dist dist
 
 # A run that benchmarks/results holds for these versions and this machine is not repeated; each row has its commit.
 grid: .venv/.installed
@@ -65,5 +84,5 @@ system-packages:
 .venv/.installed: pyproject.toml constraints.txt | system-packages
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt pip
-	$(BIN)/python -m pip install --no-compile --build-constraint constraints.txt --constraint constraints.txt --editable '.[all,test]'
+	$(BIN)/python -m pip install --no-compile --build-constraint constraints.txt --constraint constraints.txt --editable '.[all,docs,test]'
 	touch $@

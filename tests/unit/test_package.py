@@ -145,9 +145,9 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(match[1]): match[2] for match in matches if match}
 
 
-def test_constraints_are_the_packages_of_all_and_test() -> None:
+def test_constraints_are_the_packages_of_all_docs_and_test() -> None:
     cuda = re.compile(r"triton|cuda-.*|nvidia-(?!ml-py$).*")  # the CUDA build of torch brings these, with its own pins
-    assert {name for name in reached({"all", "test"}) if not cuda.fullmatch(name)} == set(pins()) - {"pip"}
+    assert {name for name in reached({"all", "docs", "test"}) if not cuda.fullmatch(name)} == set(pins()) - {"pip"}
 
 
 @pytest.mark.parametrize("name", sorted(pins()))
@@ -157,10 +157,10 @@ def test_installed_versions_are_the_pinned_ones(name: str) -> None:
 
 def test_extras() -> None:
     extras = PROJECT["optional-dependencies"]
-    assert {"deepspeed", "qlora", "notebook", "test", "all", "flash"} <= set(extras)
+    assert {"deepspeed", "qlora", "notebook", "docs", "test", "all", "flash"} <= set(extras)
     everything = {canonicalize_name(name) for name in reached({"all"})}
     assert "flash-attn" not in everything
-    for extra in set(extras) - {"all", "test", "flash"}:
+    for extra in set(extras) - {"all", "docs", "test", "flash"}:
         assert {canonicalize_name(Requirement(line).name) for line in extras[extra]} <= everything
 
 

@@ -252,7 +252,8 @@ def plan(
         seq_len: tokens of a sample; by default that of `train_config`.
         strategy: adapter, precision and attention; sharding, offload and activation checkpointing are chosen.
         train_config: the step; micro-batch and accumulation are chosen.
-        one_document, allow_unquantized: as in `forecast`.
+        one_document: as in `forecast`.
+        allow_unquantized: as in `forecast`.
         vary: of `search.ALTERNATIVE_FIELDS`, the fields for which other values are tried too. Where nothing fits, all are.
         tokens: of the whole training; adds hours to each candidate.
         price: of a device for an hour; with `tokens` it adds costs.
