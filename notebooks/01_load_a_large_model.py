@@ -1,22 +1,26 @@
 # %% [markdown]
 # # Load a large model
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/01_load_a_large_model.ipynb)
-#
 # `tk.load` makes six choices before a model trains: the attention kernel, the precision, the KV cache, the pad
 # token, activation checkpointing, and what a mixture of experts needs. Here each is switched on and off. What it
 # costs is **forecast** first, then **measured** in this very kernel: bytes as the allocator counts them, seconds
 # by the clock.
 
 # %%
-# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
+# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 
 if importlib.util.find_spec("toolkit") is None:
-    wanted = "accelerate-toolkit[all] @ git+https://github.com/OWNER/accelerate-toolkit"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+    wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        if importlib.util.find_spec("torch"):
+            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, wanted], check=True)
 
 # %%
 import toolkit as tk

@@ -1,22 +1,26 @@
 # %% [markdown]
 # # Where the memory goes
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/02_where_the_memory_goes.ipynb)
-#
 # Training a model takes several times what the model weighs. Five things share the memory: **parameters**,
 # **gradients**, **optimizer states**, **activations** and **logits**. Each is examined separately here: computed,
 # forecast, measured. Then the same arithmetic tells what 7 billion parameters need, what their checkpoint weighs,
 # what ZeRO shards away, and what gradient accumulation saves.
 
 # %%
-# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
+# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 
 if importlib.util.find_spec("toolkit") is None:
-    wanted = "accelerate-toolkit[all] @ git+https://github.com/OWNER/accelerate-toolkit"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+    wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        if importlib.util.find_spec("torch"):
+            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, wanted], check=True)
 
 # %%
 import toolkit as tk

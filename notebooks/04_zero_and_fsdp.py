@@ -1,8 +1,6 @@
 # %% [markdown]
 # # ZeRO and FSDP: who holds what
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/04_zero_and_fsdp.ipynb)
-#
 # Several processes train one model. They can share the *data*, the *layers*, the *matrices* of a layer, or the
 # *states* that training needs. This notebook draws these ways, trains the same model under six of them with real
 # processes, and looks at what each rank holds, what it sends, and whether all learn the same. Then two worked
@@ -10,14 +8,20 @@
 # was **measured** is said each time.
 
 # %%
-# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
+# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 
 if importlib.util.find_spec("toolkit") is None:
-    wanted = "accelerate-toolkit[all] @ git+https://github.com/OWNER/accelerate-toolkit"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+    wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        if importlib.util.find_spec("torch"):
+            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, wanted], check=True)
 
 # %%
 import toolkit as tk

@@ -1,22 +1,26 @@
 # %% [markdown]
 # # LoRA and QLoRA: train a few percent of the weights, over a base of four bits
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/05_lora_and_qlora.ipynb)
-#
 # A base model is adapted to new text in three ways: all weights, **LoRA** (small matrices beside frozen weights)
 # and **QLoRA** (the same over weights of four bits). This notebook counts what each trains and holds, measures what
 # four bits do to the weights, and follows the result home: saved, merged, and loaded again with plain transformers
 # and PEFT.
 
 # %%
-# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
+# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 
 if importlib.util.find_spec("toolkit") is None:
-    wanted = "accelerate-toolkit[all] @ git+https://github.com/OWNER/accelerate-toolkit"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+    wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        if importlib.util.find_spec("torch"):
+            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, wanted], check=True)
 
 # %%
 import toolkit as tk

@@ -1,21 +1,25 @@
 # %% [markdown]
 # # Plan and launch: from a question to a report
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/accelerate-toolkit/blob/main/notebooks/07_plan_and_launch.ipynb)
-#
 # How do I train *this* model on *that* machine? This notebook asks for a plan, writes it down as an Accelerate
 # config file, launches it, watches it, reads the report, lets the run correct the forecast, and does the same once
 # more by hand.
 
 # %%
-# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing.
+# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 
 if importlib.util.find_spec("toolkit") is None:
-    wanted = "accelerate-toolkit[all] @ git+https://github.com/OWNER/accelerate-toolkit"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+    wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        if importlib.util.find_spec("torch"):
+            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, wanted], check=True)
 
 # %%
 import toolkit as tk

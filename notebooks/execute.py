@@ -31,6 +31,20 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 LIMIT = 300
 """Seconds that a notebook may take with its default parameters, on two cores."""
+INSTALL = """# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import tempfile
+
+if importlib.util.find_spec("toolkit") is None:
+    wanted = "WANTED"  # or the path of a wheel
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        if importlib.util.find_spec("torch"):
+            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
+        subprocess.run([*pip, wanted], check=True)"""
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"},
@@ -43,13 +57,21 @@ def repository() -> str:
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["notebooks"]["repository"])
 
 
-def addresses(name: str) -> tuple[str, str]:
-    """What a notebook's badge and its install cell point to."""
+def colab_link(name: str) -> str:
+    """The line of a notebook that opens it in Colab, without a picture of the network; empty while there is no address."""
     owned = repository()
     return (
-        f"https://colab.research.google.com/github/{owned}/blob/main/notebooks/{name}.ipynb",
-        f"git+https://github.com/{owned}",
+        f"[Open in Colab](https://colab.research.google.com/github/{owned}/blob/main/notebooks/{name}.ipynb)"
+        if owned
+        else ""
     )
+
+
+def install_cell(wanted: str = "") -> str:
+    """The cell that installs the toolkit where it is missing. `wanted`: a wheel's path, in place of what pyproject.toml says."""
+    owned = repository()
+    wanted = wanted or "accelerate-toolkit[all]" + (f" @ git+https://github.com/{owned}" if owned else "")
+    return INSTALL.replace("WANTED", wanted)
 
 
 def sources(chosen: Sequence[str] = ()) -> list[Path]:
@@ -59,11 +81,18 @@ def sources(chosen: Sequence[str] = ()) -> list[Path]:
 
 
 def address(source: Path) -> None:
-    """Let the source's badge and install cell point to the repository."""
-    badge, install = addresses(source.stem)
-    text = source.read_text()
-    text = re.sub(r"https://colab\.research\.google\.com/github/[^)\s]+", badge, text)
-    source.write_text(re.sub(r"git\+https://github\.com/[^\"\s]+", install, text))
+    """Let the link and the install cell of a notebook and its source follow the repository."""
+    link = colab_link(source.stem)
+    text = re.sub(r"^# \[!?\[?Open in Colab.*\n#\n", "", source.read_text(), flags=re.M)
+    text = re.sub(r"^# # .*\n#\n", lambda title: title[0] + f"# {link}\n#\n" * bool(link), text, count=1, flags=re.M)
+    source.write_text(
+        re.sub(r"^# Installs the toolkit.*?(?=\n\n# %%)", lambda _: install_cell(), text, flags=re.M | re.S)
+    )
+    made = source.with_suffix(".ipynb")
+    notebook, cells = nbformat.read(made, 4), read(source).cells
+    for number in (0, 1):
+        notebook.cells[number].source = cells[number].source
+    nbformat.write(notebook, made)
 
 
 def read(source: Path, parameters: Mapping[str, Any] | None = None) -> nbformat.NotebookNode:
@@ -183,10 +212,12 @@ def _without_widget(output: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def main(chosen: Sequence[str]) -> int:
-    """Execute and write. Exit code 1 where a notebook takes longer than it may."""
+    """Execute and write. Exit code 1 where a notebook takes longer than it may. `--address`: only links and install cells."""
     slow = []
-    for source in sources(chosen):
+    for source in sources([word for word in chosen if word != "--address"]):
         address(source)
+        if "--address" in chosen:
+            continue
         notebook = read(source)
         with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
             took = execute(notebook, Path(folder))

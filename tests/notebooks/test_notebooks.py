@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 
-from execute import FOLDER, addresses, claims, execute, read, sources
+from execute import FOLDER, address, claims, colab_link, execute, install_cell, read, repository, sources
 
 SOURCES = sources()
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -88,18 +89,34 @@ def test_the_notebook_names_no_machine(source: Path) -> None:
 
 def test_the_notebook_begins_and_ends_as_all_do(source: Path) -> None:
     cells = read(source).cells
-    badge, install = addresses(source.stem)
     title, installs, shows, parameters = cells[:4]
     assert title.source.startswith("# ")
-    assert re.findall(r"https://colab.research.google.com/github/[^)\s]+", title.source) == [badge]
-    assert 'find_spec("toolkit") is None' in installs.source
-    assert re.findall(r"git\+[^\"\s]+", installs.source) == [install]
+    assert colab_link(source.stem) in title.source
+    assert ("Open in Colab" in title.source) == bool(repository())
+    assert installs.source == install_cell()
+    assert not re.findall(r"!\[.*\]\(http|<img[^>]*src=.http", source.read_text())  # no picture from the network
     assert shows.source.endswith("tk.environment()")
     assert parameters.metadata.tags == ["parameters"]
     assert "GPU" in parameters.source
     last = [cell for cell in cells if cell.cell_type == "markdown"][-1]
     assert last.source.startswith("## Exercises")
     assert len(re.findall(r"^\d\. ", last.source, re.MULTILINE)) >= 3
+
+
+def test_links_and_install_cells_follow_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / SOURCES[0].name
+    for suffix in (".py", ".ipynb"):
+        shutil.copy(SOURCES[0].with_suffix(suffix), tmp_path)
+    before = source.read_text()
+    monkeypatch.setattr("execute.repository", lambda: "somebody/theirs")
+    address(source)
+    made = nbformat.read(source.with_suffix(".ipynb"), 4).cells
+    assert "[Open in Colab](https://colab.research.google.com/github/somebody/theirs/blob/main/" in made[0].source
+    assert "accelerate-toolkit[all] @ git+https://github.com/somebody/theirs" in made[1].source
+    monkeypatch.setattr("execute.repository", lambda: "")
+    address(source)
+    assert source.read_text() == before
+    assert '"accelerate-toolkit[all]"' in read(source).cells[1].source
 
 
 def test_a_parameter_that_is_not_replaced_is_an_error(source: Path) -> None:
