@@ -1,7 +1,7 @@
 """The support matrix, the cards of model families and the table of strategies, from executed runs and plans.
 
-`make matrix`, `make cards` and `make choose` call this. Results lie in `docs/results/NAME.json`, each with date and versions. What is
-there for the installed versions is not run again: a stopped command goes on where it was.
+`make matrix`, `make cards` and `make choose` call this. Results lie in `docs/results/NAME.json`, each with date and versions. What
+is there for the installed versions is not run again: a stopped command goes on where it was.
 """
 
 from __future__ import annotations
@@ -108,23 +108,39 @@ def run_matrix(chosen: list[str]) -> None:
     wanted = {key: words for key, words in cells().items() if not chosen or key.startswith(tuple(chosen))}
     refused = {key: text for key in missing("matrix", list(wanted)) if (text := refusal(wanted[key]))}
     keep("matrix", {key: {"refused": text} for key, text in refused.items()})
-    left = sorted(missing("matrix", list(wanted)), key=lambda key: Strategy(**wanted[key]).least_ranks)
+    group = {key: (Strategy(**wanted[key]).least_ranks, "tp" in wanted[key]) for key in missing("matrix", list(wanted))}
     with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
         model = tiny.llama(Path(scratch) / "llama", num_hidden_layers=4)
-        for ranks, keys in itertools.groupby(left, key=lambda key: Strategy(**wanted[key]).least_ranks):
-            for chunk in itertools.batched(keys, CHUNK) if sys.version_info >= (3, 12) else _batched(list(keys)):
+        for (ranks, parallel), keys in itertools.groupby(
+            sorted(group, key=lambda key: group[key]), key=lambda key: group[key]
+        ):
+            worker = HERE / ("mesh_worker.py" if parallel else "matrix_worker.py")
+            for chunk in _batched(list(keys)):
                 folder = Path(scratch) / chunk[0].replace(" ", "-")
                 folder.mkdir()
-                (folder / "cells.json").write_text(json.dumps([(ranks, [wanted[key] for key in chunk])]))
-                done = python(HERE / "matrix_worker.py", folder, model)
+                given = [
+                    {"folder": str(model), "strategy": wanted[key], "upto": 2} if parallel else wanted[key]
+                    for key in chunk
+                ]
+                (folder / "cells.json").write_text(json.dumps([(ranks, given)]))
+                done = python(worker, folder, model)
                 path = folder / "found-0.json"
                 if not path.exists():
                     sys.exit(done.stdout[-1000:] + done.stderr[-3000:])
-                results = dict(zip(chunk, json.loads(path.read_text()), strict=True))
-                names = ("refused", "error", "losses", "engine")
-                keep("matrix", {key: {name: one[name] for name in names if name in one} | {"ranks": ranks}
-                                for key, one in results.items()})  # fmt: skip
+                found = dict(zip(chunk, json.loads(path.read_text()), strict=True))
+                keep("matrix", {key: one for key in chunk if (one := _outcome(found[key], ranks))})
                 print(f"{len(chunk)} cells on {ranks} ranks: {', '.join(chunk)}", flush=True)
+                for key in chunk:
+                    if "error" in found[key]:
+                        print(f"{key} failed, and is not kept: {found[key]['error'][-300:]}", file=sys.stderr)
+
+
+def _outcome(found: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return what is kept of a cell: its losses, or the sentence that refuses it; nothing of one that failed."""
+    if "refused" in found:
+        return {"refused": found["refused"], "ranks": ranks}
+    losses = found.get("losses") or [step[0] for step in found.get("steps", ())]
+    return {"losses": losses, "ranks": ranks} if losses else {}
 
 
 def _batched(keys: list[str]) -> Iterator[tuple[str, ...]]:
@@ -145,8 +161,6 @@ def matrix_page() -> str:
             return "not run"
         if "losses" in result:
             return "runs"
-        if "error" in result:
-            return "fails"
         return f"[{notes.setdefault(result['refused'], len(notes) + 1)}](#refusals)"
 
     from toolkit.config.strategy import ADAPTERS, SHARDINGS
