@@ -87,7 +87,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put a notebook's outputs in their places: they are HTML of their own, which Markdown would change."""
+    """Put a notebook's outputs in their places, which Markdown would change. Wide tables and code scroll by the keyboard, too."""
+    html = html.replace("<table>", '<table tabindex="0">').replace("<pre>", '<pre tabindex="0">')
     for number, output in enumerate(_outputs.get(page.file.src_uri, ())):
         html = html.replace(f"<p>OUTPUT-{number}-</p>", f'<div class="notebook-output" tabindex="0">{output}</div>')
     return html

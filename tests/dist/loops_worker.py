@@ -1,4 +1,4 @@
-"""README's loops, run as they stand under one sharding after the other: what they compute, and what they refuse."""
+"""The loops of docs/guides/own-loop.md, run as they stand under each sharding: what they compute, and what they refuse."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import ranks
 
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "own-loop.md"
 SCRIPTS = Path(__file__).with_name("scripts")
 SCRIPTED = ("none", "ddp", "zero2", "zero3", "fsdp")
 BATCH, LENGTH, NORM = 8, 16, 0.05
 
 
 def code(mark: str, changes: dict[str, str]) -> str:
-    """README's block with a mark, each change made exactly once."""
-    (block,) = (block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if mark in block)
+    """The guide's block with a mark, each change made exactly once."""
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S) if mark in block)
     for old, new in changes.items():
         assert block.count(old) == 1, (old, block)
         block = block.replace(old, new)

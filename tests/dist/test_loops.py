@@ -1,4 +1,4 @@
-"""A loop of the user's own means the same on every engine: README's, and scripts in the manner of Accelerate's examples."""
+"""A loop of the user's own means the same on every engine: the guide's, and scripts in the manner of Accelerate's examples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RANKS = {"none": 1, "hsdp": 4}
 SHARDED = ("ddp", "zero2", "zero3", "fsdp")
 
 Results = dict[str, dict[str, Any]]
-"""What README's loops and others gave, by sharding."""
+"""What the guide's loops and others gave, by sharding."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What README's loops gave, by sharding."""
+    """What the guide's loops gave, by sharding."""
     root = tmp_path_factory.mktemp("loops")
     groups = [(count, [{"sharding": word} for word in SHARDINGS if RANKS.get(word, 2) == count]) for count in (1, 2, 4)]
     tiny.bert(root / "bert")
