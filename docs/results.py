@@ -82,8 +82,8 @@ def cells() -> dict[str, dict[str, Any]]:
     return found
 
 
-def refusal(words: dict[str, Any]) -> str:
-    """Return the sentence that refuses a cell before a process starts, or an empty string."""
+def refusal(words: dict[str, Any], machine: str = "2x cpu") -> str:
+    """Return the sentence that refuses a cell on a machine before a process starts, or an empty string."""
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import ToolkitError
@@ -92,7 +92,7 @@ def refusal(words: dict[str, Any]) -> str:
 
     try:
         strategy = Strategy(**words)
-        resolve(strategy, TrainConfig(), None, strategy.least_ranks, hardware("2x cpu").device)
+        resolve(strategy, TrainConfig(), None, strategy.least_ranks, hardware(machine).device)
     except ToolkitError as error:
         return str(error)
     return ""
@@ -161,7 +161,8 @@ def matrix_page() -> str:
             return "not run"
         if "losses" in result:
             return "runs"
-        return f"[{notes.setdefault(result['refused'], len(notes) + 1)}](#refusals)"
+        number = f"[{notes.setdefault(result['refused'], len(notes) + 1)}](#refusals)"
+        return number if refusal(cells()[key], "8x H100-80GB") else f"GPU {number}"
 
     from toolkit.config.strategy import ADAPTERS, SHARDINGS
     from toolkit.config.tables import PRECISIONS
