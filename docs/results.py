@@ -124,7 +124,7 @@ def run_matrix(chosen: list[str]) -> None:
                 ]
                 (folder / "cells.json").write_text(json.dumps([(ranks, given)]))
                 done = python(worker, folder, model)
-                path = folder / "found-0.json"
+                path = folder / "results-0.json"
                 if not path.exists():
                     sys.exit(done.stdout[-1000:] + done.stderr[-3000:])
                 found = dict(zip(chunk, json.loads(path.read_text()), strict=True))

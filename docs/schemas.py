@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import collections.abc
 import dataclasses
+import functools
 import inspect
 import json
 import sys
@@ -18,7 +19,14 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-WORDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: None}
+WORDS: dict[Any, str | None] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    Any: None,
+}
 
 
 class Schemas:
@@ -48,31 +56,49 @@ class Schemas:
         word = WORDS[hint]
         return {"type": word} if word else {}
 
-    def dataclass(self, owner: Any, name: str = "") -> dict[str, Any]:
+    def dataclass(self, owner: Any) -> dict[str, Any]:
         """Return a reference to a dataclass's schema, which lies in `$defs`."""
-        name = name or owner.__name__
-        if name not in self.known:
-            self.known[name] = {}
-            hints, texts = typing.get_type_hints(owner), described(owner)
-            properties = {}
-            for field in dataclasses.fields(owner):
-                text = field.metadata.get("help") or texts.get(field.name, "")
-                properties[field.name] = {**self.of(hints[field.name]), **({"description": text} if text else {})}
-            self.known[name] = closed(properties)
-        return {"$ref": f"#/$defs/{name}"}
+        if owner.__name__ not in self.known:
+            self.known[owner.__name__] = {}
+            self.known[owner.__name__] = self.object(owner)
+        return {"$ref": f"#/$defs/{owner.__name__}"}
 
-    def attributes(self, owner: Any, names: dict[str, str]) -> dict[str, Any]:
-        """Return the schema of an object: key → a field or property of `owner`, with its type and docstring."""
-        hints, texts = typing.get_type_hints(owner), described(owner)
-        properties = {}
-        for key, attribute in names.items():
-            member = inspect.getattr_static(owner, attribute, None)
-            if isinstance(member, property):
-                hint, text = typing.get_type_hints(member.fget)["return"], inspect.getdoc(member) or ""
-            else:
-                hint, text = hints[attribute], texts.get(attribute, "")
-            properties[key] = {**self.of(hint), **({"description": text} if text else {})}
-        return closed(properties)
+    def object(self, owner: Any) -> dict[str, Any]:
+        """Return the schema of a dataclass's JSON: what its `json_fields` declare, or all of its fields."""
+        result: dict[str, Any] = {}
+        fields = " ".join(field.name for field in dataclasses.fields(owner))
+        for word in getattr(owner, "json_fields", "*").replace("*", fields).split():
+            path, _, attribute = word.partition("=")
+            *groups, name = path.split(".")
+            inner = functools.reduce(lambda outer, group: outer.setdefault(group, {}), groups, result)
+            hint, text = member(owner, (attribute or name).split("."))
+            inner[name] = {**self.of(hint), **({"description": text} if text else {})}
+            for group in groups:
+                result[group] = Group(result[group])
+        return closed({name: closed(one) if isinstance(one, Group) else one for name, one in result.items()})
+
+
+class Group(dict[str, Any]):
+    """Keys of a nested object, and not a schema yet."""
+
+
+def member(owner: Any, path: list[str]) -> tuple[Any, str]:
+    """Return the type and the docstring of an attribute: of a field, a property, or one of an attribute's own."""
+    first, *rest = path
+    found = inspect.getattr_static(owner, first, None)
+    if isinstance(found, property):
+        hint, text = typing.get_type_hints(found.fget)["return"], inspect.getdoc(found) or ""
+    else:
+        hint = typing.get_type_hints(owner)[first]
+        about = getattr(owner, "__dataclass_fields__", {}).get(first)
+        text = (about.metadata.get("help") if about else "") or described(owner).get(first, "")
+    if typing.get_origin(hint) is typing.ClassVar:
+        hint = typing.get_args(hint)[0]
+    if not rest:
+        return hint, text.replace("%%", "%")
+    options = [one for one in typing.get_args(hint) if one is not type(None)] or [hint]
+    inner, text = member(options[0], rest)
+    return (inner | None if len(options) < len(typing.get_args(hint)) else inner), text
 
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
@@ -92,67 +118,17 @@ def described(owner: type[Any]) -> dict[str, str]:
     return found
 
 
-def forecast(schemas: Schemas) -> dict[str, Any]:
-    """Return the schema of a forecast: `forecasting.result.Forecast.to_dict`."""
-    from toolkit.forecasting.result import Forecast
-    from toolkit.forecasting.timing import Timing
-
-    def names(*same: str, **others: str) -> dict[str, str]:
-        return {**{name: name for name in same}, **others}
-
-    first = names("model", "strategy", "train_config", "hardware", "ranks", "fits", "reason", "change")
-    device = names(
-        "peak_bytes", "peak_phase", "needed_bytes", "context_bytes", "context", "limit_bytes", "reserved_bytes"
-    )
-    device |= names(fused_peak_bytes="fused_bytes") | names("parts", "phases")
-    last = names("checkpoint_bytes", "checkpoint_stall_seconds", "operations", "communication_bytes", "unknown")
-    host = names(peak_bytes="host_bytes", checkpoint_bytes="host_checkpoint_bytes")
-    step = schemas.attributes(Timing, names(*(field.name for field in dataclasses.fields(Timing))))["properties"]
-    return closed(
-        {
-            **schemas.attributes(Forecast, first)["properties"],
-            "device": schemas.attributes(Forecast, device),
-            "host": schemas.attributes(Forecast, host),
-            "nvme": closed({"peak_bytes": {"type": "integer"}}),
-            # Null on a device with unknown speed.
-            **{name: {**one, "type": sorted({"null", *([one["type"]] if isinstance(one["type"], str) else one["type"])})}
-               for name, one in step.items()},
-            **schemas.attributes(Forecast, last)["properties"],
-        }
-    )  # fmt: skip
-
-
-def plan(schemas: Schemas) -> dict[str, Any]:
-    """Return the schema of a plan: `forecasting.plans.Plan.to_dict`."""
-    from toolkit.forecasting.plans import Plan
-    from toolkit.forecasting.search import Candidate
-
-    schemas.known["Forecast"] = forecast(schemas)
-    same = ("change", "strategy", "train_config", "hours", "cost", "checkpoint_share", "reason")
-    one = schemas.attributes(Candidate, {name: name for name in same})["properties"]
-    one["global_batch"] = {"type": ["integer", "null"], "description": "Null without a forecast."}
-    one["forecast"] = {"anyOf": [{"$ref": "#/$defs/Forecast"}, {"type": "null"}]}
-    schemas.known["Candidate"] = closed(one)
-    lists = {"type": "array", "items": {"$ref": "#/$defs/Candidate"}}
-    top = schemas.attributes(Plan, {name: name for name in ("model", "hardware", "global_batch")})["properties"]
-    return closed({**top, **dict.fromkeys(("ranked", "rejected", "alternatives"), lists)})
-
-
-def doctor(schemas: Schemas) -> dict[str, Any]:
-    """Return the schema of a diagnosis: a dataclass as it is."""
-    from toolkit.diagnosis.result import Diagnosis
-
-    return schemas.known.pop(schemas.dataclass(Diagnosis)["$ref"].rsplit("/", 1)[1])
-
-
 def all_schemas() -> dict[str, Any]:
     """Return each command's schema, by its name."""
+    from toolkit.diagnosis.result import Diagnosis
+    from toolkit.forecasting.plans import Plan
+    from toolkit.forecasting.result import Forecast
+
     found = {}
-    for make in (forecast, plan, doctor):
+    for name, owner in (("forecast", Forecast), ("plan", Plan), ("doctor", Diagnosis)):
         schemas = Schemas()
-        schema = make(schemas)
-        title = f"toolkit {make.__name__} --json"
-        found[make.__name__] = {"$schema": DIALECT, "title": title, **schema, "$defs": schemas.known}
+        schema = schemas.object(owner)
+        found[name] = {"$schema": DIALECT, "title": f"toolkit {name} --json", **schema, "$defs": schemas.known}
     return found
 
 

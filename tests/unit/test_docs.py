@@ -22,7 +22,8 @@ from programs import ROOT, environment
 
 from toolkit.cli import main
 from toolkit.cli.parser import build_parser
-from toolkit.config.flags import from_dict, given
+from toolkit.config.fields import from_dict
+from toolkit.config.flags import given
 from toolkit.core.glossary import glossary
 
 DOCS = ROOT / "docs"
@@ -42,8 +43,8 @@ RUN = {
     'toolkit timeline --sharding zero3 --hardware "2x cpu"',
     'toolkit precisions --hardware "2x cpu"',
     "toolkit preview embedded embedded",
-    'toolkit forecast --hardware "2x cpu" --sharding fsdp --seq-len 2048 --micro-batch 1',
-    'toolkit forecast --hardware "2x cpu" --sharding fsdp --seq-len 2048 --micro-batch 1 --against activation_checkpointing=none',
+    'toolkit forecast --hardware "2x cpu" --sharding fsdp --seq-len 1024 --micro-batch 1',
+    'toolkit forecast --hardware "2x cpu" --sharding fsdp --seq-len 1024 --micro-batch 1 --against loss=chunked',
     "toolkit runs",
     "toolkit config --sharding fsdp --processes 16 --nodes 2 --node-rank 0 --main-address 10.0.0.1:29500 -o node0.yaml",
     "toolkit config --sharding fsdp --processes 16 --nodes 2 --node-rank 1 --main-address 10.0.0.1:29500 -o node1.yaml",
