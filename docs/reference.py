@@ -246,10 +246,10 @@ def errors() -> str:
 
 def terms() -> str:
     """Return the glossary."""
-    from toolkit.core.glossary import glossary
+    from toolkit.core.glossary import glossary_terms
 
     parts = ["# Glossary", ""]
-    for term, meaning in sorted(glossary().items(), key=lambda pair: pair[0].lower()):
+    for term, meaning in sorted(glossary_terms().items(), key=lambda pair: pair[0].lower()):
         anchor = re.sub(r"\W+", "-", term.lower())
         parts += [f'<a id="{anchor}"></a>**{term}**: {meaning}', ""]
     return "\n".join(parts)

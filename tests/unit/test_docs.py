@@ -24,7 +24,7 @@ from toolkit.cli import main
 from toolkit.cli.parser import build_parser
 from toolkit.config.fields import from_dict
 from toolkit.config.flags import given
-from toolkit.core.glossary import glossary
+from toolkit.core.glossary import glossary_terms
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
@@ -156,11 +156,11 @@ def test_reference_is_complete() -> None:
     for text in ("`--micro-batch INT`", "`--adapter none|lora|dora|qlora|qlora8`".replace("|", "\\|")):
         assert text in pages["reference/commands.md"]
     assert "OutOfMemory" in pages["reference/errors.md"]
-    assert all(f"**{term}**" in pages["reference/glossary.md"] for term in glossary())
+    assert all(f"**{term}**" in pages["reference/glossary.md"] for term in glossary_terms())
 
 
 def test_the_glossary_is_short_and_plain() -> None:
-    terms = glossary()
+    terms = glossary_terms()
     assert {"rank", "master", "workspace", "buffer", "micro-batch", "MFU", "reserved"} <= terms.keys()
     for term, meaning in terms.items():
         sentences = re.split(r"(?<=[.:])\s", meaning)

@@ -37,7 +37,7 @@ def spell_notes(meaning: Meaning) -> str:
     return "".join(f" {note if note.startswith(name) else f'{name}: {note}'}." for name, note in meaning.notes.items())
 
 
-def unknown_names(
+def unknown_arguments(
     where: str, names: Mapping[str, Any], known: Collection[str], given: Mapping[str, Any]
 ) -> UnknownName:
     """Return the error for arguments that a function or dataclass does not have, with those that mean the same.
@@ -94,7 +94,7 @@ def by_name(target: T) -> T:
     def checked(*args: Any, **fields: Any) -> Any:
         if unknown := {name: value for name, value in fields.items() if name not in known}:
             given = {name: value for name, value in fields.items() if name in known}
-            raise unknown_names(f"{whole.__name__} has no {kind}", unknown, known[bool(owner) :], given)
+            raise unknown_arguments(f"{whole.__name__} has no {kind}", unknown, known[bool(owner) :], given)
         if len(args) > code.co_argcount:
             value, name = args[code.co_argcount], known[code.co_argcount]
             raise UnknownName(f"{whole.__name__}({value!r}): expected names, such as {name}={value!r}.")

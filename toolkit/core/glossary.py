@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def glossary() -> dict[str, str]:
+def glossary_terms() -> dict[str, str]:
     """Return term → definition, from `glossary.txt`."""
     lines = Path(__file__).with_suffix(".txt").read_text("utf-8").splitlines()
     return dict(line.split(": ", 1) for line in lines)

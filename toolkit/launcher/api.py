@@ -17,7 +17,7 @@ from toolkit.config.fields import differing, from_dict
 from toolkit.config.flags import spell, to_flags
 from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
-from toolkit.config.unknown_names import unknown_names
+from toolkit.config.unknown_names import unknown_arguments
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import RunError, StrategyError, value_or
@@ -167,7 +167,7 @@ def _sort_options(
     known = (*owner_of, "processes", "run_dir")
     if unknown := {name: value for name, value in fields.items() if name not in known}:
         given = {name: value for name, value in fields.items() if name in known}
-        raise unknown_names("launch has no argument", unknown, known, given)
+        raise unknown_arguments("launch has no argument", unknown, known, given)
     for name in fields:
         if not recipe and owner_of[name] != "strategy" and name not in OWN:
             raise StrategyError(
