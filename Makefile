@@ -12,7 +12,8 @@
 # Each checks first for the system packages that it needs (.ci/system-packages), then makes .venv, if it is not there or not current.
 
 PYTHON ?= python3
-DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20
+# Short rows: weights, gradients and moments outweigh the activations, as in large models.
+DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20 --seq-len 64 --micro-batch 2
 PYTEST ?=
 # Much of a run of several ranks is one process that imports: two files of such tests at once keep two cores busy.
 RUNNERS ?= 2
@@ -30,7 +31,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 demo: .venv/.installed
-	$(BIN)/toolkit compare $(DEMO)
+	@mkdir -p runs
+	$(BIN)/toolkit compare $(DEMO) > runs/demo.log || { cat runs/demo.log; exit 1; }
+	@sed -n '/^Highest bytes of a rank/,$$p' runs/demo.log; echo "What each run printed: runs/demo.log"
 
 check: .venv/.installed
 	$(BIN)/ruff check .

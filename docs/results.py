@@ -276,9 +276,9 @@ def card(name: str, maker: Any, folder: Path) -> dict[str, Any]:
             shutil.rmtree(later)
         reason = toolkit("resume", folder / "parts")
     again = read_run(folder / "parts").losses if not reason else ()
-    result["resume"] = reason or (
-        "the same losses" if list(again) == list(run.losses) else f"other losses: {list(again)}"
-    )
+    apart = max((abs(mine - whole) / whole for mine, whole in zip(again, run.losses, strict=False)), default=0.0)
+    words = "the same losses" if list(again) == list(run.losses) else f"losses within {apart:.0e} (relative)"
+    result["resume"] = reason or words
     result["export"] = toolkit("export", folder / "whole", "-o", folder / "out") or "opened again, equal"
     return result
 

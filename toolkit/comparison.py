@@ -70,40 +70,43 @@ class Comparison(Result):
         return self.difference(result) <= PRECISIONS[str(result.strategy["precision"])].agreement
 
     def tables(self) -> list[Table]:
-        """Return speed and losses of each run, and its memory by phase next to the forecast."""
+        """Return the memory of each run by phase, and at the end the table that compares: speed, losses and peak."""
         rows = [
             (
                 result.sharding,
-                result.engine,
                 result.ranks,
                 f"{result.tokens_per_second:,.0f}",
-                f"{result.losses[0]:.4f}",
                 f"{result.losses[-1]:.4f}",
                 f"{'yes' if self.agrees(result) else 'NO'} ({self.difference(result):.0e})",
+                format_bytes(max(result.parameter_bytes_per_rank)),
+                _with_ratio(*_bytes(result, "peak_bytes")),
             )
             for result in self.results
         ]
-        columns = ("sharding", "engine", "ranks", "tokens/s", "first loss", "last loss", "agree")
-        notes = ("agree: the largest relative difference of a step's loss from the first row's.",)
+        columns = ("sharding", "ranks", "tokens/s", "last loss", "agree", "parameters", "peak")
+        notes = (
+            "agree: the largest relative difference of a step's loss from the first row's.",
+            "Bytes are those of the rank that holds most: parameters between steps, peak over all phases. x: forecast / measured.",
+        )
         title = f"model {self.model}, data {self.data}"
-        return [Table(title=title, columns=columns, rows=rows, notes=notes), self._memory()]
+        return [self._memory(), Table(title=title, columns=columns, rows=rows, notes=notes)]
 
     def _memory(self) -> Table:
         names = [name for name in PHASES if any(r.measured and name in r.measured["phases"] for r in self.results)]
-        rows = []
-        for result in self.results:
-            measured = result.measured or {"peak_bytes": 0, "phases": {}}
-            expected = result.forecast["device"] if result.forecast else {"peak_bytes": None, "phases": {}}
-            pairs = [(measured["peak_bytes"], expected["peak_bytes"])]
-            pairs += [(measured["phases"].get(name, 0), expected["phases"].get(name)) for name in names]
-            parameters = format_bytes(max(result.parameter_bytes_per_rank))
-            rows.append((result.sharding, parameters, *(_with_ratio(*pair) for pair in pairs)))
-        notes = (
-            "Bytes are those of the rank that holds most: parameters between steps; peak over all phases, then within each.",
-            "x: forecast / measured.",
-        )
-        columns = ("sharding", "parameters", "peak", *names)
-        return Table(title="Memory of a rank", columns=columns, rows=rows, notes=notes)
+        pairs = {result.sharding: [_bytes(result, "phases", name) for name in names] for result in self.results}
+        rows = [(word, *(format_bytes(pair[0]) for pair in own)) for word, own in pairs.items()]
+        ratios = [expected / measured for own in pairs.values() for measured, expected in own if measured and expected]
+        notes = [f"Forecast / measured: {min(ratios):.2f} to {max(ratios):.2f}."] if ratios else []
+        return Table(title="Highest bytes of a rank by phase", columns=("sharding", *names), rows=rows, notes=notes)
+
+
+def _bytes(result: RunResult, *keys: str) -> tuple[int, int | None]:
+    """Return measured and forecast bytes of a run: 0 and None where there are none."""
+    measured: Any = result.measured or {}
+    expected: Any = result.forecast["device"] if result.forecast else {}
+    for key in keys:
+        measured, expected = measured.get(key, {}), expected.get(key, {})
+    return measured or 0, expected or None
 
 
 def _with_ratio(measured: int, expected: int | None) -> str:
