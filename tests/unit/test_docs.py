@@ -49,7 +49,8 @@ RUN = {
     "toolkit config --sharding fsdp --processes 16 --nodes 2 --node-rank 1 --main-address 10.0.0.1:29500 -o node1.yaml",
 }
 """Commands that are executed as they stand, with no model or data but the embedded ones. The others name a model, data or a run
-of a reader, or train for minutes: they are parsed, with their flags and values. `make demo` and tests/dist execute trainings, tests/unit/test_doctor.py `toolkit doctor`."""
+of a reader, or train for minutes: they are parsed, with their flags and values. Other tests and `make demo`
+execute trainings and `toolkit doctor`."""
 
 
 def commands() -> list[str]:
