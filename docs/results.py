@@ -65,7 +65,7 @@ def missing(name: str, keys: list[str]) -> list[str]:
 
 
 def cells() -> dict[str, dict[str, Any]]:
-    """Return every cell: sharding × adapter × precision, and × activation checkpointing and tensor parallelism."""
+    """Return every cell: sharding × adapter × precision, × activation checkpointing, × tensor parallelism, × compile."""
     from toolkit.config.strategy import ADAPTERS, SHARDINGS
     from toolkit.config.tables import PRECISIONS
 
@@ -76,6 +76,7 @@ def cells() -> dict[str, dict[str, Any]]:
         found[f"{sharding} checkpointing {policy}"] = {"precision": "fp32", "activation_checkpointing": policy}
     for sharding, adapter in itertools.product(SHARDINGS, ("none", "lora")):
         found[f"{sharding} tp 2 {adapter}"] = {"precision": "fp32", "adapter": adapter, "tp": 2}
+    found |= {f"{sharding} compile": {"precision": "fp32", "compile": True} for sharding in SHARDINGS}
     for key, words in found.items():
         words["sharding"] = key.split()[0]
         words |= {"dp_replicate": 2} if words["sharding"] == "hsdp" else {}
@@ -178,13 +179,11 @@ def matrix_page() -> str:
     policies = ("none", "selective", "attention", "full", "every:2")
     rows = [[f"`{one}`", *(cell(f"{one} checkpointing {policy}") for policy in policies)] for one in SHARDINGS]
     parts += ["", "## Activation checkpointing, fp32", "", reference.table(("sharding", *policies), rows)]
-    rows = [[f"`{one}`", cell(f"{one} tp 2 none"), cell(f"{one} tp 2 lora")] for one in SHARDINGS]
-    parts += [
-        "",
-        "## Tensor parallelism, fp32",
-        "",
-        reference.table(("sharding", "`--tp 2`", "`--tp 2 --adapter lora`"), rows),
+    rows = [
+        [f"`{one}`", cell(f"{one} tp 2 none"), cell(f"{one} tp 2 lora"), cell(f"{one} compile")] for one in SHARDINGS
     ]
+    columns = ("sharding", "`--tp 2`", "`--tp 2 --adapter lora`", "`--compile`")
+    parts += ["", "## Tensor parallelism and compile, fp32", "", reference.table(columns, rows)]
     parts += ["", "## Refusals", "", *(f"{number}. {text}" for text, number in notes.items())]
     return "\n".join(parts) + "\n"
 
