@@ -50,6 +50,7 @@ def command(arguments: argparse.Namespace, sharding: str) -> list[str]:
         "save-every": 2,
         "seq-len": 32,
         "micro-batch": 1,
+        "loss": "whole",  # `toolkit train` would choose one, and the run that was never stopped starts without it
     }
     return ["--no-save", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
 

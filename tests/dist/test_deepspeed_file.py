@@ -44,7 +44,7 @@ def test_launcher_and_flag_train_alike(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
     model = tiny.llama(tmp_path / "llama", max_position_embeddings=64)
     words = ["--model", model, "--data", tmp_path / "data.jsonl", "--seq-len", "16", "--micro-batch", "1", "--no-save"]
-    words += ["--activation-checkpointing", "full"]  # which Accelerate's launcher does not choose
+    words += ["--activation-checkpointing", "full", "--loss", "whole"]  # which Accelerate's launcher does not choose
     ways = {
         "flag": ["toolkit.cli", "train", "--deepspeed-config", path, "--processes", "2"],
         "launcher": [

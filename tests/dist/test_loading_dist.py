@@ -221,5 +221,5 @@ def test_no_rank_reads_what_it_need_not_hold(cells: Cells) -> None:
 
 def test_what_was_set_up_is_said(cells: Cells) -> None:
     said = cells["tied zero3 none fp32"]["said"]
-    assert said[1] == "attention: sdpa; activation checkpointing: full; KV cache off"
+    assert said[1] == "attention: sdpa; activation checkpointing: full; loss: whole; KV cache off"
     assert cells["tied zero3 none fp32"]["pad"] == 0
