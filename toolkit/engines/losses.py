@@ -32,22 +32,16 @@ LOGITS_BYTES, LARGE, CHUNK = 12, 0.05, 2048
 """On a GPU: bytes of a whole logit in training (measured on an H200 in bf16: 11.5), the share of memory from which `auto` avoids
 them, and tokens of a chunk: so many that adding to the weight's gradient costs nothing."""
 
-WHOLE_ONLY = ("chameleon", "inkling", "inkling2", "prophetnet", "blenderbot", "blenderbot-small", "m2m_100", "nllb-moe")
-"""Models that change single logits, call the head for several tokens ahead, or make the decoder's input from labels themselves."""
-
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Names in configs of the load-balancing loss's weight."""
 
 
 def choose_loss(job: Job) -> str:
     """Return `chunked` on a CPU, and on a GPU where whole logits are large beside the states; else `whole`."""
-    spec, state, tokens = (
-        job.spec,
-        job.engine.expected_state(job),
-        job.train_config.micro_batch * job.train_config.seq_len,
-    )
-    if spec is None or spec.runs_code or spec.config.get("model_type") in WHOLE_ONLY:
+    spec, train_config = job.spec, job.train_config
+    if spec is None or spec.runs_code:
         return "whole"
+    state, tokens = job.engine.expected_state(job), train_config.micro_batch * train_config.seq_len
     logits = LOGITS_BYTES * tokens * spec.vocab
     large = logits > LARGE * (logits + state.parameters + state.master + (state.optimizer or 0))
     return "chunked" if job.device.kind == "cpu" or (tokens > CHUNK and large) else "whole"

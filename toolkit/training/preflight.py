@@ -45,6 +45,7 @@ from toolkit.models.chat_template import spell_remarks
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
 from toolkit.training.setup import check_trackers
 from toolkit.transforms.adapters import check_quantized, require_libraries
+from toolkit.transforms.checkpointing import FASTEST
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
 """Libraries. `run.json` records their versions."""
@@ -237,9 +238,13 @@ def choose_transforms(
     preflight: Preflight, run_config: RunConfig, strategy: Strategy, machine: Hardware
 ) -> tuple[Preflight, Strategy]:
     """Choose loss and activation checkpointing in the place of `auto`: see `choose_loss` and `fastest_checkpointing`."""
+    if "auto" not in (strategy.loss, strategy.activation_checkpointing):
+        return preflight, strategy
     options = _forecast_options(preflight, run_config)
     if strategy.loss == "auto":
-        job = _with_loss(preflight.job, masked=not options["one_document"])
+        # The policy that is tried first below: its trace is needed anyway.
+        policy = FASTEST[0] if strategy.activation_checkpointing == "auto" else strategy.activation_checkpointing
+        job = _with_loss(preflight.job, policy, masked=not options["one_document"])
         strategy = dataclasses.replace(strategy, loss=job.strategy.loss)
         preflight = dataclasses.replace(preflight, job=job)
     if strategy.activation_checkpointing != "auto":
@@ -256,22 +261,22 @@ def choose_transforms(
     return dataclasses.replace(preflight, job=job, notes=notes), strategy
 
 
-def _with_loss(job: Job, *, masked: bool) -> Job:
-    """Return the job with a loss in the place of `auto`: `whole` where the chosen one does not run with the model."""
+def _with_loss(job: Job, policy: str, *, masked: bool) -> Job:
+    """Return the job with a loss in the place of `auto`: `whole` where the chosen one does not run with the model.
 
-    def job_with(loss: str) -> Job:
-        strategy = dataclasses.replace(job.strategy, loss=loss)
+    `policy`: of activation checkpointing, for the trace that shows it.
+    """
+
+    def job_with(**fields: str) -> Job:
+        strategy = dataclasses.replace(job.strategy, **fields)  # type: ignore[arg-type]
         return resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
 
-    chosen = job_with(choose_loss(job))
     try:
-        if chosen.strategy.loss == "chunked":
-            traced(chosen, masked=masked)
-    except StrategyError:
-        return job_with("whole")
-    except ToolkitError:  # a run trains without a forecast, too
-        pass
-    return chosen
+        if (loss := choose_loss(job)) == "chunked":
+            traced(job_with(loss=loss, activation_checkpointing=policy), masked=masked)
+    except ToolkitError as error:  # other errors: a run trains without a forecast, too
+        loss = "whole" if isinstance(error, StrategyError) else loss
+    return job_with(loss=loss)
 
 
 def _forecast_options(preflight: Preflight, run_config: RunConfig, start: int = 0) -> dict[str, Any]:

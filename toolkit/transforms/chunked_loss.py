@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.core.errors import StrategyError
 from toolkit.engines.job import Job, Transform
-from toolkit.engines.losses import CHUNK, HEAD_CALL, WHOLE_ONLY, HeadCall
+from toolkit.engines.losses import CHUNK, HEAD_CALL, HeadCall
 from toolkit.engines.registry import register_transform
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ROWS = 128
 """Tokens of a chunk on a CPU, where its logits then stay in the cache."""
+
+WHOLE_ONLY = ("chameleon", "inkling", "inkling2", "prophetnet", "blenderbot", "blenderbot-small", "m2m_100", "nllb-moe")
+"""Models that change single logits, call the head for several tokens ahead, or make the decoder's input from labels themselves."""
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names in configs of the cap: the logits become cap · tanh(logits / cap)."""
