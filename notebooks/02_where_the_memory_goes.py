@@ -578,5 +578,5 @@ HTML(
 # 3. How many GPUs does ZeRO-3 need until the states of 70 billion parameters fit an A100-80GB? Find it with
 #    `zero`, then ask `tk.forecast` what else has to fit.
 # 4. `tk.Strategy(precision="bf16_pure")` halves the sixteen bytes. Forecast the 7B model with it on one H100, and
-#    read in [03_precision](03_precision.ipynb) what it costs.
+#    read in [05_precision](05_precision.ipynb) what it costs.
 # 5. Put your own model's `config.json` in place of `llama_7b`.

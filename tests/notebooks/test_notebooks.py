@@ -21,14 +21,14 @@ from execute import FOLDER, address, claims, colab_link, execute, install_cell, 
 
 SOURCES = sources()
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "01_load_a_large_model": {
+    "03_load_a_large_model": {
         "WIDTH": 128, "LAYERS": 3, "SEQ_LEN": 64, "MICRO_BATCH": 2, "STEPS": 2, "LENGTHS": [256, 512], "NEW_TOKENS": 4,
     },
     "02_where_the_memory_goes": {
         "WIDTH": 128, "LAYERS": 3, "SEQ_LEN": 96, "BATCHES": [2, 4], "VOCABULARIES": [4096, 5120], "STEPS": 2, "GPUS": 32,
     },
-    "03_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 80},
-    "04_zero_and_fsdp": {
+    "05_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 80},
+    "06_zero_and_fsdp": {
         "STEPS": 2,
         "SHARDINGS": "zero2,fsdp_grad_op",  # two, to be held against each other: those that are said not to be equal
         "SCRIPTS": "zero3",
@@ -36,9 +36,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "T5_LIMIT": 260,
         "NAMED": "7x V100-16GB",
     },
-    "05_lora_and_qlora": {"WIDTH": 192, "BASE_STEPS": 2, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2},
-    "06_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
-    "07_plan_and_launch": {"GLOBAL_BATCH": 4, "SEQ_LEN": 64, "STEPS": 2, "BY_HAND": False},
+    "07_lora_and_qlora": {"WIDTH": 192, "BASE_STEPS": 2, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2},
+    "04_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
+    "01_first_run": {"GLOBAL_BATCH": 4, "SEQ_LEN": 64, "STEPS": 2, "BY_HAND": False},
 }  # fmt: skip
 """What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""
 

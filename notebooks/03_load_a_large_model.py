@@ -243,7 +243,7 @@ Table(
 # Under `bf16` the forward computes in half the bytes, while trained weights, their gradients and the optimizer
 # stay in fp32: activations shrink, states do not. In one process the forward also keeps a bf16 copy of the
 # weights (autocast's cache), so it pays off with many tokens. `bf16_pure` keeps everything in bf16: half of the
-# states, and updates smaller than about 1/256 of a weight are lost ([03_precision](03_precision.ipynb)). A
+# states, and updates smaller than about 1/256 of a weight are lost ([05_precision](05_precision.ipynb)). A
 # processor without native bf16 saves bytes and takes longer: `auto` chooses bf16 only where it is native. (A GPU
 # that does not compute bf16 gets fp16 here.)
 
