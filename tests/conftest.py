@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         HF_HOME=str(cache / "huggingface"),  # also where Accelerate looks for a default config file
         XDG_STATE_HOME=str(cache / "state"),
         HF_HUB_OFFLINE="1",
+        TOOLKIT_BACKGROUND="0",  # on, it would take the cores of the tests
         OMP_NUM_THREADS="1",
         PYTHONWARNINGS=",".join(f"error:::{module}" for module in modules()),
     )

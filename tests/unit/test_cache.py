@@ -20,7 +20,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.devices.machine import hardware
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting.memory import trace_configs
-from toolkit.forecasting.traces import _cache_path, _read_file
+from toolkit.forecasting.trace_cache import _cache_path, _read_file
 from toolkit.models import describe
 
 PACKAGE = Path(toolkit.__file__).parent

@@ -22,7 +22,7 @@ from toolkit.core.cache import cache_folder
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.resolution import resolve
-from toolkit.forecasting import Forecast, traces
+from toolkit.forecasting import Forecast, trace_cache
 from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
@@ -308,7 +308,7 @@ def test_a_slider_of_what_was_traced_traces_and_describes_nothing(
     count = []
     real = explorer.forecast
     monkeypatch.setattr(explorer, "forecast", lambda *words: count.append(words) or real(*words))
-    monkeypatch.setattr(traces, "_trace_batches", None)
+    monkeypatch.setattr(trace_cache, "_trace_batches", None)
     monkeypatch.setattr(explorer_state, "describe", None)
     for name, values in {"micro_batch": (8, 16, 64), "devices": (4, 64), "sharding": ("zero2", "fsdp")}.items():
         for value in values:

@@ -31,7 +31,7 @@ from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.resolution import resolve
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment, TraceConfig
-from toolkit.forecasting import fake_kernels, memory, traced_model, traces, tracing
+from toolkit.forecasting import fake_kernels, memory, trace_cache, traced_model, tracing
 from toolkit.forecasting.fake_kernels import cuda_casts
 from toolkit.forecasting.memory_advice import changed
 from toolkit.forecasting.plans import Plan
@@ -39,7 +39,8 @@ from toolkit.forecasting.prediction import PROCESS, fastest_checkpointing, forec
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.search import Candidate, rank_key
 from toolkit.forecasting.timing import EFFICIENT
-from toolkit.forecasting.traces import split_segments, trace_of
+from toolkit.forecasting.trace_cache import trace_of
+from toolkit.forecasting.traces import split_segments
 from toolkit.forecasting.tracing import trace
 from toolkit.forecasting.tracker import Tracker
 from toolkit.models import ModelSpec
@@ -767,22 +768,22 @@ def test_gradients_are_added_in_place_where_autograd_does(use: str) -> None:
 def test_a_plan_traces_its_adapters_in_few_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One configuration that fails is left out, the others are kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(traces, "_needs_child", lambda config: True)
+    monkeypatch.setattr(trace_cache, "_needs_child", lambda config: True)
     shares: list[int] = []
 
     def child(spec: Any, share: Sequence[TraceConfig], batches: Sequence[int], seq_len: int, strict: bool) -> Any:
         shares.append(len(share))
         return tracing.trace_all(spec, share, batches, seq_len, strict=strict)
 
-    monkeypatch.setattr(traces, "_trace_in_child", child)
+    monkeypatch.setattr(trace_cache, "_trace_in_child", child)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     wrong = dataclasses.replace(FP32, attention="none such")
     spec = describe(config("llama", 2))
-    traces.trace_ahead(spec, [wrong, FP32, AUTOCAST, FP32], batches=[1, 2], seq_len=16)
+    trace_cache.trace_ahead(spec, [wrong, FP32, AUTOCAST, FP32], batches=[1, 2], seq_len=16)
     assert shares == [3]
     monkeypatch.setattr(tracing, "trace_all", None)
     assert all(trace_of(spec, known, batch=batch, seq_len=16) for known in (FP32, AUTOCAST) for batch in (1, 2))
-    traces.trace_ahead(spec, [FP32, AUTOCAST], batches=[1, 2], seq_len=16)
+    trace_cache.trace_ahead(spec, [FP32, AUTOCAST], batches=[1, 2], seq_len=16)
     assert shares == [3]
 
 

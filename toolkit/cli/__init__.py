@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from toolkit.cli.output import check_target, quiet, show
 from toolkit.cli.parser import build_parser, parse
+from toolkit.cli.planning_commands import add_other_devices
+from toolkit.core import background
 from toolkit.core.errors import ToolkitError
 from toolkit.core.redaction import redacted_output
 from toolkit.launcher import Stopped
@@ -38,13 +40,16 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+TRACING_VERBS = ("describe", "forecast", "plan", "timeline", "precisions")
+
+
 @contextlib.contextmanager
 def _noted(verb: str) -> Iterator[None]:
     """On a terminal, say after 2 s what a forecast waits for: imports and traces show no progress."""
     words = "toolkit: reading and tracing the model: about 10 s, once"
     note = threading.Timer(2.0, print, [words], {"file": sys.stderr})
     note.daemon = True
-    if sys.stderr.isatty() and verb in ("describe", "forecast", "plan", "timeline", "precisions"):
+    if sys.stderr.isatty() and verb in TRACING_VERBS:
         note.start()
     try:
         yield
@@ -60,9 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words = list(sys.argv[1:] if arguments is None else arguments)
             flags = parse([*words[1:2], "--help"] if words[:1] == ["help"] else words)
             check_target(flags.json, "--json")
+            works_on = arguments is None and flags.verb in TRACING_VERBS and background.enable()
             with quiet(flags.json), _noted(flags.verb):
                 result = flags.call(flags)
             show(result, flags.json)
+            if works_on:
+                sys.stdout.flush()
+                add_other_devices(flags)
+                background.start()
     except (ToolkitError, Stopped) as error:
         print(f"toolkit: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from toolkit.config.fields import from_dict
 from toolkit.config.flags import given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
 from toolkit.config.train_config import TrainConfig
+from toolkit.core import background
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
 
@@ -61,6 +63,26 @@ def forecast(flags: argparse.Namespace) -> Result:
     change = read_assignments(flags.against, Strategy, TrainConfig, alone="sharding")
     both = ((strategy, train_config), changed(strategy, train_config, change))
     return diff_forecasts(*(forecast(spec, one, machine, batch, **options, advice=False) for one, batch in both))
+
+
+OTHER_DEVICES = ("H100-80GB", "T4", "cpu")
+"""Devices of which each runs other kernels."""
+
+
+def add_other_devices(flags: argparse.Namespace) -> None:
+    """Let the background forecast the same for other devices, after a forecast that traced a model."""
+    if flags.verb != "forecast" or not background.has_work():
+        return
+    from toolkit.devices.machine import hardware
+    from toolkit.forecasting import forecast
+    from toolkit.models import describe
+
+    def forecast_on(device: str) -> None:
+        machine = hardware(f"{hardware(flags.hardware).ranks}x {device}")
+        spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
+        forecast(spec, read(Strategy, flags), machine, read(TrainConfig, flags), advice=False)
+
+    background.add(f"devices {flags.model}", [partial(forecast_on, device) for device in OTHER_DEVICES])
 
 
 def timeline(flags: argparse.Namespace) -> Result:

@@ -124,13 +124,16 @@ class Trace:
     others: tuple[Trace, ...] = ()
     """Traces of the other simulated ranks, in the order of `Engine.simulated_ranks`; empty where all ranks are alike."""
 
-    def scaled(self, other: Trace, times: int) -> Trace | None:
-        """Return this trace plus `times` the difference to `other`; None where the two differ in more than sizes."""
-        same = len(self.events) == len(other.events) and all(
+    def alike(self, other: Trace) -> bool:
+        """Return whether two traces differ in sizes alone."""
+        return len(self.events) == len(other.events) and all(
             first[0] == second[0] and first[2] == second[2]
             for first, second in zip(self.events, other.events, strict=True)
         )
-        if not same:
+
+    def scaled(self, other: Trace, times: int) -> Trace | None:
+        """Return this trace plus `times` the difference to `other`; None where the two differ in more than sizes."""
+        if not self.alike(other):
             return None
         events = tuple(
             (what, size + times * (second - size), name)

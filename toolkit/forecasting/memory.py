@@ -18,7 +18,8 @@ from toolkit.engines.resolution import resolve
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import SEND_CHUNK, parameters_of, snapshot_bytes, trained_elements
 from toolkit.engines.traces import Segment, Trace, TraceConfig
-from toolkit.forecasting.traces import split_segments, trace_of
+from toolkit.forecasting.trace_cache import trace_of
+from toolkit.forecasting.traces import split_segments
 from toolkit.transforms.adapters import require_adapter
 
 L = TypeVar("L", bound=Ledger)

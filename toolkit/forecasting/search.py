@@ -27,7 +27,7 @@ from toolkit.forecasting.memory import trace_configs
 from toolkit.forecasting.memory_advice import changed, training_changes
 from toolkit.forecasting.prediction import forecast_job, permanent_bytes
 from toolkit.forecasting.result import MARGIN, Forecast
-from toolkit.forecasting.traces import trace_ahead
+from toolkit.forecasting.trace_cache import trace_ahead
 from toolkit.models import ModelSpec
 from toolkit.transforms.adapters import check_quantized, require_adapter
 

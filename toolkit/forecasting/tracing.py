@@ -1,6 +1,6 @@
 """Trace a step without memory: every operator's allocations and releases, split at layers and gradients.
 
-As a program, it traces the request in a pickle on standard input, and writes the traces as JSON.
+As a program, it traces each request, a pickle on standard input, and writes its traces as a line of JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import pickle
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -221,12 +223,25 @@ def _first_trainable(values: Any) -> torch.Tensor | None:
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
 
 
+IDLE_SECONDS = 60.0
+"""Seconds without a request after which the child ends."""
+
+
 def main() -> None:
-    """Trace in a child process, the only one that imports peft before a launch."""
-    spec, configs, batches, seq_len, strict = pickle.load(sys.stdin.buffer)
-    with contextlib.redirect_stdout(sys.stderr):
-        traces = trace_all(spec, configs, batches, seq_len, strict=strict)
-    json.dump([[dataclasses.asdict(trace_) for trace_ in each] for each in traces], sys.stdout, separators=(",", ":"))
+    """Answer requests in a child process, the only one that imports peft before a launch: a pickle each, and a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    while select.select([sys.stdin.buffer], [], [], IDLE_SECONDS)[0]:
+        try:
+            spec, configs, batches, seq_len, strict = pickle.load(sys.stdin.buffer)
+        except EOFError:  # the parent has ended
+            return
+        try:
+            traces = trace_all(spec, configs, batches, seq_len, strict=strict)
+            answer: Any = [[dataclasses.asdict(trace_) for trace_ in each] for each in traces]
+        except Exception as error:
+            answer = {"kind": type(error).__name__, "message": str(error) or repr(error)}
+        print(json.dumps(answer, separators=(",", ":")), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # gloo gathers into a buffer of its own.
         gathered = output.untyped_storage().nbytes() if self._device == "cpu" and func is GATHER else 0
         self._count(func, args, kwargs, output, scratch)
-        for size in filter(None, (scratch, gathered)):
+        # Kernels with a workspace have these events at every length: traces of two lengths differ in sizes alone.
+        for size in [scratch] * (func in SCRATCH) + [gathered] * bool(gathered):
             self.events += [("+", size, ""), ("-", size, "")]
         return output
 
