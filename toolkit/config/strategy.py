@@ -31,7 +31,7 @@ LATER: dict[str, tuple[str, ...]] = {
 BUCKETS = ("bucket_elements", "gather_bucket_elements")
 """Sizes of communication buffers."""
 
-LATER_SIZES = ("cp", "ep", "pp")
+LATER_SIZES = ("ep", "pp")
 """Dimensions that no engine has yet: no flag, and no help."""
 
 
@@ -200,7 +200,12 @@ class Strategy(Result):
     compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, qlora")
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
-    cp: int = amount(1, "", least=1)
+    cp: int = amount(1, "context parallelism: ranks that share each sequence", least=1)
+    cp_attention: str = choice(
+        "auto",
+        ("auto", "ulysses", "gather"),
+        "ulysses: exchange heads; gather: all keys and values on each rank; auto: ulysses where cp divides the heads",
+    )
     ep: int = amount(1, "", least=1)
     pp: int = amount(1, "", least=1)
     lora_rank: int = amount(16, "rank of the adapter's matrices", needs="adapter", least=1)
@@ -257,8 +262,10 @@ class Strategy(Result):
 
     @property
     def label(self) -> str:
-        """Sharding and tensor parallelism in a word or three: `fsdp`, `fsdp, tp 2`."""
-        return self.sharding if self.tp == 1 else f"{self.sharding}, tp {self.tp}"
+        """Sharding and degrees of parallelism: `fsdp`, `fsdp, tp 2`."""
+        return ", ".join(
+            [self.sharding, *(f"{name} {getattr(self, name)}" for name in ("tp", "cp") if getattr(self, name) > 1)]
+        )
 
     @property
     def single_process(self) -> bool:

@@ -132,7 +132,7 @@ class Engine(OptimizerStep):
 
     def reduce_dtype(self, job: Job) -> str:
         """Return torch's name of the dtype in which gradients are summed over ranks; empty on one rank."""
-        return job.weight_dtype if job.parallelism.dp_size > 1 else ""
+        return job.weight_dtype if job.parallelism.loss_size > 1 else ""
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return the bytes of states that a rank holds; by default the parameters are the masters.

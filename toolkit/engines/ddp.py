@@ -84,7 +84,7 @@ class DDP(Engine):
     def simulate_training(self, simulation: Simulation) -> None:
         """Simulate whole gradients: on several ranks in buckets, which stay between steps."""
         job, ledger, state = simulation.job, simulation.ledger, simulation.state
-        if job.parallelism.dp_size > 1:
+        if job.parallelism.loss_size > 1:
             ledger.touch("buffers", min(state.parameters, BROADCAST))
             ledger.hold("buffers", state.trainable)
         simulation.train(_Gradients(ledger, job))
@@ -104,12 +104,12 @@ class DDP(Engine):
 
     def after_prepare(self, prepared: Prepared) -> None:
         """Keep DDP from sending buffers in every forward: on every rank they are the checkpoint's."""
-        if prepared.job.parallelism.dp_size > 1:
+        if prepared.job.parallelism.loss_size > 1:
             prepared.model.broadcast_buffers = False
 
     def check(self, prepared: Prepared) -> list[str]:
         """Check that several ranks are wrapped in DDP, and one is not."""
-        expected = "DistributedDataParallel" if prepared.job.parallelism.dp_size > 1 else None
+        expected = "DistributedDataParallel" if prepared.job.parallelism.loss_size > 1 else None
         class_name = type(prepared.model).__name__
         wrong = class_name != expected if expected else hasattr(prepared.model, "module")
         return [f"engine is {class_name}, expected {expected or 'the bare model'}"] if wrong else []
@@ -118,7 +118,7 @@ class DDP(Engine):
         """Measure the storages of the parameters and of the optimizer's state."""
         dtypes = {dtype_name(parameter.dtype) for parameter in prepared.model.parameters() if parameter.requires_grad}
         # DDP's buckets are of their parameters' dtypes (`reducer.cpp`, `initialize_buckets`); one process reduces nothing.
-        reduce = "+".join(sorted(dtypes)) if prepared.job.parallelism.dp_size > 1 else ""
+        reduce = "+".join(sorted(dtypes)) if prepared.job.parallelism.loss_size > 1 else ""
         return measured_distributed(prepared.model, prepared.optimizer, reduce)
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
@@ -134,7 +134,7 @@ class DDP(Engine):
         import torch
 
         super().after_restore(prepared, counters)
-        if prepared.job.parallelism.dp_size == 1:
+        if prepared.job.parallelism.loss_size == 1:
             return
         tokens = torch.zeros((1, 2), dtype=torch.long, device=prepared.accelerator.device)
         for last in (False, True):  # the buckets are rebuilt at the head of the second forward
@@ -160,7 +160,7 @@ class _Gradients:
 
     def __init__(self, ledger: Ledger, job: Job) -> None:
         self._ledger = ledger
-        self._buckets = job.parallelism.dp_size > 1
+        self._buckets = job.parallelism.loss_size > 1
         self._accumulates = job.train_config.accumulation > 1
         self._grown: set[str] = set()
 

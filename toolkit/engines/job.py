@@ -71,6 +71,17 @@ class Job:
         """Samples of a step."""
         return self.train_config.micro_batch * self.train_config.accumulation * self.parallelism.dp_size
 
+    def split(self, batch: Mapping[str, Any], rank: int, masked: bool | None = None) -> Mapping[str, Any]:
+        """Return the part of a batch that a rank computes, by every transform."""
+        for transform in self.transforms:
+            batch = transform.split(batch, self, rank, masked)
+        return batch
+
+    def communication(self) -> list[Any]:
+        """Return all `records.Transfer`s of a step, the engine's and the transforms'."""
+        own = [transfer for transform in self.transforms for transfer in transform.communication(self)]
+        return [*self.engine.communication(self), *own]
+
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
         return self.parallelism.coordinates(rank)
@@ -104,6 +115,24 @@ class Transform:
     def apply(self, model: Any, job: Job) -> Any:
         """Change the model in place. Return it, or the module around it that is trained."""
         return model
+
+    def ranks(self, job: Job) -> int:
+        """Return how many ranks `apply` and the forward communicate with: the trace's fake process group has so many."""
+        return 1
+
+    def split(self, batch: Mapping[str, Any], job: Job, rank: int, masked: bool | None = None) -> Mapping[str, Any]:
+        """Return the part of a batch that a rank computes; labels are shifted already.
+
+        Args:
+            batch: tensors [b, s] of whole rows.
+            job, rank: of the run.
+            masked: whether attention gets a mask; None: read it off the batch.
+        """
+        return batch
+
+    def communication(self, job: Job) -> list[Any]:
+        """Return the `records.Transfer`s of a step that the transform adds to the engine's."""
+        return []
 
     def after_prepare(self, prepared: Any) -> None:
         """Finish after `prepare`, before the audit; takes `records.Prepared`."""

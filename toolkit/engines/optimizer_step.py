@@ -114,7 +114,7 @@ def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[s
     def copied(tensor: torch.Tensor | int) -> Any:
         if isinstance(tensor, int):  # the longest document: kernels take it from the host
             return tensor
-        if device.type == "cuda" and tensor.device.type == "cpu":
+        if device.type == "cuda" and getattr(tensor, "device", device).type == "cpu":
             tensor = tensor.pin_memory()  # the host waits for a copy from pageable memory
         return tensor.to(device, non_blocking=True)
 

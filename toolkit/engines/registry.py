@@ -28,6 +28,7 @@ _BUILT_IN_TRANSFORMS = {
     "activation_checkpointing": "checkpointing",
     "adapter": "adapters",
     "loss": "chunked_loss",
+    "cp": "context_parallel",
     "compile": "compile",
 }
 """Name → its module in `toolkit.transforms`, in the order of their use. Others come after them."""

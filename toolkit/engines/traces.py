@@ -42,6 +42,13 @@ class TraceConfig:
     tp_rank: int = 0
     """The rank's place in that group."""
 
+    @property
+    def ranks(self) -> int:
+        """Ranks that the trace communicates with."""
+        if self.job is None:
+            return self.tp
+        return max([self.tp, *(transform.ranks(self.job) for transform in self.job.transforms)])
+
 
 def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:
     """Return the configuration of a job's trace; `autocast`: torch's name of its dtype, or None.

@@ -86,7 +86,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     else:
         optimizer = moved * min(job.ranks, machine.count) / (card.host_memory * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
-    for transfer in engine.communication(job):
+    for transfer in job.communication():
         took[transfer.overlaps] += transfer.size * transfer.times / _bandwidth(transfer.link, job, machine, card)
     micro = job.train_config.accumulation
     reduced = micro if engine.hides_every_backward else 1
@@ -162,9 +162,9 @@ def checkpoint_stall(job: Job, machine: Hardware) -> float:
 
 def collectives(job: Job) -> list[Transfer]:
     """Return the collectives of a step, in order."""
-    return [transfer for transfer in job.engine.communication(job) if transfer.link not in ("host", "memory")]
+    return [transfer for transfer in job.communication() if transfer.link not in ("host", "memory")]
 
 
 def offloads(job: Job) -> list[Transfer]:
     """Return the transfers between device and host."""
-    return [transfer for transfer in job.engine.communication(job) if transfer.link == "host"]
+    return [transfer for transfer in job.communication() if transfer.link == "host"]

@@ -101,7 +101,7 @@ def _trace_with_cache(
         if background.enabled():
             _add_background_work(spec, configs, batches, seq_len)
             configs = (config,)
-        if config.tp > 1:  # starting a child costs more than tracing the other batches of a plan, too
+        if config.ranks > 1:  # starting a child costs more than tracing the other batches of a plan, too
             missing = sorted({*missing, *range(1, EXACT + 1)})
         traced = _trace_batches(spec, configs, missing, seq_len)
         _keep_traces(spec, configs, missing, seq_len, traced)
@@ -204,7 +204,7 @@ def _trace_batches(
 
 def _needs_child(config: TraceConfig) -> bool:
     """Return whether a trace runs in a child: peft's bitsandbytes opens the GPU, and tensor parallelism needs a process group."""
-    return config.tp > 1 or any(name not in sys.modules and find_spec(name) for name in _libraries(config))
+    return config.ranks > 1 or any(name not in sys.modules and find_spec(name) for name in _libraries(config))
 
 
 _idle: list[subprocess.Popen[bytes]] = []

@@ -153,7 +153,7 @@ def fake_mesh(config: TraceConfig) -> Iterator[Any]:
 
     Yields None for a model on one rank.
     """
-    if config.tp == 1:
+    if config.ranks == 1:
         yield None
         return
     import torch.distributed as dist
@@ -161,10 +161,10 @@ def fake_mesh(config: TraceConfig) -> Iterator[Any]:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=config.tp_rank, world_size=config.tp)
+    dist.init_process_group("fake", store=FakeStore(), rank=config.tp_rank, world_size=config.ranks)
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its keys do not name the rank
     try:
-        yield init_device_mesh("cpu", (config.tp,), mesh_dim_names=("tp",))
+        yield init_device_mesh("cpu", (config.tp,), mesh_dim_names=("tp",)) if config.tp > 1 else None
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -58,7 +58,9 @@ def trace_all(
 
 def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> Trace:
     """Trace one forward and backward of the shallow model."""
+    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves
 
     from toolkit.forecasting.tracker import Tracker
 
@@ -77,8 +79,11 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             model.tie_weights()
             pack(model)
             inputs = _inputs(config, batch, seq_len, packed=packed)
-            for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]:
-                tracker.know(local(tensor))
+            if config.job is not None:
+                inputs = dict(config.job.split(inputs, 0, config.masked))
+            for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
+                if isinstance(tensor, torch.Tensor):
+                    tracker.know(local(tensor))
             if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
                 with replaced_kernels(config):
                     _step(model, inputs, spec, config, Tracker(device=config.device))

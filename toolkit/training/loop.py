@@ -244,8 +244,9 @@ def trained_tokens(batch: Batch) -> int:
 
 
 def shifted(batch: Batch, prepared: Prepared) -> Batch:
-    """Return the batch with each label at the position of the logits that predict it."""
-    return {**batch, "labels": shift_labels(batch["labels"], loss_kind(prepared.job, prepared.model))}
+    """Return this rank's part of the batch, with each label at the position of the logits that predict it."""
+    labels = shift_labels(batch["labels"], loss_kind(prepared.job, prepared.model))
+    return prepared.job.split({**batch, "labels": labels}, prepared.accelerator.process_index)
 
 
 def _next_micro_batches(batches: Iterator[Batch], prepared: Prepared, step: int) -> list[Batch]:

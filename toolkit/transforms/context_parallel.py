@@ -1,0 +1,322 @@
+"""`--cp N`: the ranks of a group share each sequence. An attention function, and a split of the batch; engines know nothing of it.
+
+`ulysses`: all-to-all before and after the kernel, which sees the whole sequence and a share of the heads (Jacobs et al. 2023).
+`gather`: every rank has all keys and values and its own queries, for any number of heads. What describes whole rows travels with
+each micro-batch, through the model's keyword arguments, so recomputation in the backward sees the rows of its forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from toolkit.config.parallelism import ORDER
+from toolkit.config.tables import ATTENTIONS
+from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF
+from toolkit.engines.job import Job, Transform
+from toolkit.engines.records import Transfer
+from toolkit.engines.registry import register_transform
+from toolkit.models.varlen import STATEFUL
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ROWS = "cp_rows"
+"""The keyword argument of the model and of its attention with the whole rows."""
+
+KERNELS = ("sdpa", "eager", "varlen")
+"""Kernels that run inside. Others read rows in ways of their own."""
+
+
+class ContextParallel(Transform):
+    """`--cp N`, `--cp-attention ulysses | gather`."""
+
+    name = "cp"
+
+    def settings(self, job: Job) -> tuple[int, str, int] | None:
+        cp = job.strategy.cp
+        return None if cp == 1 else (cp, attention_kind(job), job.train_config.seq_len)
+
+    def ranks(self, job: Job) -> int:
+        return job.strategy.cp
+
+    def refuse(self, job: Job) -> None:
+        strategy, spec, cp = job.strategy, job.spec, job.strategy.cp
+        if spec is not None and spec.kind != "causal":
+            _refuse(f"needs a causal language model, and {spec.architecture} is none", "Leave out --cp.")
+        if job.train_config.seq_len % cp:
+            near = job.train_config.seq_len // cp * cp or cp
+            _refuse(f"does not divide seq_len {job.train_config.seq_len}", f"Choose --seq-len {near}.", cp)
+        for what, asked in (("--tp", strategy.tp > 1), ("--compile", strategy.compile)):
+            if asked:
+                _refuse(f"does not run with {what} yet", "Leave out one of the two.")
+        if strategy.attention not in KERNELS:
+            _refuse(
+                f"does not run with attention {strategy.attention!r}", f"Choose --attention {' or '.join(KERNELS)}."
+            )
+        if spec is None:
+            return  # the engine alone is asked
+        if strategy.cp_attention == "ulysses" and spec.heads % cp:
+            _refuse(f"does not divide the {spec.heads} heads", "Choose --cp-attention gather, or another --cp.", cp)
+        if attention_kind(job) == "gather" and ATTENTIONS[strategy.attention].joins_rows:
+            _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.")
+        layers = {
+            word for word in spec.config.get("layer_types") or () if word not in ("full_attention", "sliding_attention")
+        }
+        if layers or not spec.heads:
+            _refuse(
+                f"runs full and sliding attention, and {spec.architecture} has {', '.join(layers) or 'none'}",
+                "Leave out --cp.",
+            )
+
+    def apply(self, model: Any, job: Job) -> Any:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        name = type(base).__name__
+        if "position_ids" not in inspect.signature(base.forward).parameters:
+            _refuse(f"needs a model that takes position_ids, and {name} does not", "Leave out --cp.")
+        state = next((type(part).__name__ for part in base.modules() if STATEFUL.search(type(part).__name__)), None)
+        if state:
+            _refuse(
+                f"splits attention alone, and {name} has layers {state} with a state of their own", "Leave out --cp."
+            )
+        _register()
+        base.set_attn_implementation(f"cp_{job.strategy.attention}")
+        base.register_forward_hook(_check_rows, with_kwargs=True)
+        _group(job)  # made while all ranks are here
+        return model
+
+    def split(self, batch: Any, job: Job, rank: int, masked: bool | None = None) -> Any:
+        import torch
+
+        tokens = batch["input_ids"]
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        padding = batch.get("attention_mask")
+        if masked is None:
+            joined = bool((positions.diff(dim=-1) != 1).any())
+            masked = joined or (padding is not None and not bool(padding.all()))
+        size, place = tokens.shape[1] // job.strategy.cp, job.coordinates(rank).cp
+        if tokens.shape[1] % job.strategy.cp:
+            _refuse(f"does not divide a row of {tokens.shape[1]} tokens", "Give rows of one length that it divides.")
+        part = slice(place * size, (place + 1) * size)
+        rows = Rows(attention_kind(job), _group(job), positions, padding if masked else None, masked, part)
+        taken = {name: batch[name][:, part] for name in ("input_ids", "labels") if name in batch}
+        rest = {name: value for name, value in batch.items() if name != "attention_mask"}
+        return {**rest, **taken, "position_ids": positions[:, part], ROWS: rows}
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return what a rank sends of a micro-batch: for each layer in the forward, its recomputation and the backward."""
+        spec, cp, config = job.spec, job.strategy.cp, job.train_config
+        assert spec is not None
+        key_heads = spec.config.get("num_key_value_heads") or spec.heads
+        size = spec.config.get("head_dim") or spec.hidden // spec.heads
+        tokens = config.micro_batch * config.seq_len // cp
+        # Ulysses sends all but its own share of queries, keys, values and outputs; gather its keys and values to all others.
+        ulysses = attention_kind(job) == "ulysses"
+        sent = (2 * spec.heads + 2 * key_heads) / cp if ulysses else 2 * key_heads
+        layer = sent * (cp - 1) * tokens * size * BYTES_OF[job.compute_dtype]
+        passes = 2 + job.strategy.recomputed_share
+        what = "heads, exchanged" if ulysses else "keys and values, gathered"
+        return [Transfer(passes * spec.layers * layer, config.accumulation, "nothing", "cp", what)]
+
+
+register_transform(ContextParallel())
+
+
+def attention_kind(job: Job) -> str:
+    """Return `ulysses` or `gather`: `auto` takes Ulysses where the group divides the query heads."""
+    if job.strategy.cp_attention != "auto":
+        return job.strategy.cp_attention
+    return "ulysses" if job.spec is not None and job.spec.heads % job.strategy.cp == 0 else "gather"
+
+
+def _refuse(what: str, fix: str, cp: object = "") -> NoReturn:
+    raise StrategyError(f"cp {cp} {what}. {fix}".replace("  ", " "))
+
+
+@dataclass(eq=False)
+class Rows:
+    """The whole rows of a micro-batch, of which this rank has a part."""
+
+    kind: str
+    group: Any
+    positions: Tensor
+    """[b, s]: they begin again with each document."""
+    padding: Tensor | None
+    """[b, s], 0 for padding; None without."""
+    masked: bool
+    """Whether a row holds several documents, or padding."""
+    part: slice
+    """This rank's tokens."""
+    calls: int = 0
+    _masks: dict[Any, Tensor | None] = field(default_factory=dict)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Rows:
+        """Copy to a device."""
+        moved = {name: getattr(self, name) for name in ("positions", "padding")}
+        moved = {
+            name: each if each is None else each.to(device, non_blocking=non_blocking) for name, each in moved.items()
+        }
+        return replace(self, **moved, _masks={})
+
+    def causal(self) -> Tensor:
+        """Return the mask of a row of one document, [1, 1, s, s]."""
+        import torch
+
+        length = self.positions.shape[1]
+        return torch.ones((length, length), dtype=torch.bool, device=self.positions.device).tril()[None, None]
+
+    def mask(self, window: int | None, own_queries: bool) -> Tensor | None:
+        """Return which key each query sees, bool [b, 1, queries, s]; None where it sees all before it.
+
+        Args:
+            window: tokens that a query sees back, itself included; None for all.
+            own_queries: of this rank's queries alone.
+        """
+        key = window, own_queries
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(window, own_queries)
+        return self._masks[key]
+
+    def _make_mask(self, window: int | None, own_queries: bool) -> Tensor | None:
+        import torch
+
+        length = self.positions.shape[1]
+        if not (self.masked or own_queries or (window and window < length)):
+            return None
+        keys = torch.arange(length, device=self.positions.device)
+        queries = keys[self.part] if own_queries else keys
+        distance = queries[:, None] - keys
+        seen = (distance >= 0)[None, None]
+        if window:
+            seen = seen & (distance < window)
+        if self.masked:
+            documents = (self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1) != 1).cumsum(-1)
+            own = documents[:, self.part] if own_queries else documents
+            seen = seen & (own[:, None, :, None] == documents[:, None, None])
+            if self.padding is not None:  # a query of padding sees itself, or its row would be no number
+                seen = seen & (self.padding[:, None, None].bool() | (distance == 0))
+        return seen
+
+
+def _check_rows(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Refuse a model whose attention did not get the rows: each rank would attend to its own part."""
+    if ROWS in kwargs and not kwargs[ROWS].calls:
+        _refuse(
+            f"needs attention by transformers' interface, which {type(model).__name__} does not use", "Leave out --cp."
+        )
+
+
+def _group(job: Job) -> Any:
+    """Return the group of this process; in a trace all ranks."""
+    import torch.distributed as dist
+
+    if dist.get_backend() == "fake":
+        return dist.group.WORLD
+    return _mesh_group(job.device.kind, tuple(getattr(job.parallelism, name) for name in ORDER))
+
+
+@cache
+def _mesh_group(device: str, shape: tuple[int, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, shape, mesh_dim_names=ORDER)["cp"].get_group()
+
+
+@cache
+def _register() -> None:
+    """Register an attention and a mask of transformers for each kernel."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    from toolkit.models.varlen import _mask as varlen_mask
+    from toolkit.models.varlen import register_varlen
+
+    register_varlen()
+    masks = {"sdpa": sdpa_mask, "eager": eager_mask, "varlen": varlen_mask}
+    for kernel in KERNELS:
+        AttentionInterface.register(f"cp_{kernel}", partial(_attention, kernel))
+        AttentionMaskInterface.register(f"cp_{kernel}", masks[kernel])
+
+
+def _attention(
+    kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Attend over whole rows.
+
+    Takes and returns what transformers' attention does, of this rank's tokens: [b, heads, s / cp, d], and [b, s / cp, heads, d].
+    Without rows (generation, and the logits of an export's check) the tokens are whole rows.
+    """
+    rows: Rows | None = kwargs.pop(ROWS, None)
+    inner = _kernel(kernel, module)
+    if rows is None:
+        if module.training:
+            _refuse("got a batch that was not split", "Call tk.forward_backward in your own loop.")
+        return inner(module, query, key, value, mask, *args, **kwargs)  # type: ignore[no-any-return]
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        _refuse(f"does not split the heads' own terms of {type(module).__name__}", "Leave out --cp.")
+    rows.calls += 1
+    kwargs.pop("position_ids", None)
+    exchanges = rows.kind == "ulysses"
+    if exchanges:
+        if key.shape[1] % rows.group.size():
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
+        query, key, value = (_exchange(each, 1, 2, rows.group) for each in (query, key, value))
+    else:
+        key, value = (_gather(each, rows.group) for each in (key, value))
+    whole = None if kernel == "varlen" else rows.mask(kwargs.get("sliding_window"), not exchanges)
+    if kernel == "eager":
+        whole = _additive(whole if whole is not None else rows.causal(), query)
+    # The kernel reads the number of heads of the module; here it has a share of them.
+    shim = SimpleNamespace(
+        num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=module.training
+    )
+    shim.config, shim.layer_idx = module.config, getattr(module, "layer_idx", 0)
+    output, weights = inner(shim, query, key, value, whole, *args, **kwargs)
+    return (_exchange(output, 1, 2, rows.group) if exchanges else output), weights
+
+
+def _kernel(kernel: str, module: Any) -> Any:
+    """Return transformers' attention; the eager one is in the file of each model."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return (
+        sys.modules[type(module).__module__].eager_attention_forward
+        if kernel == "eager"
+        else ALL_ATTENTION_FUNCTIONS[kernel]
+    )
+
+
+def _additive(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask that is added to the scores."""
+    import torch
+
+    return torch.zeros((), dtype=query.dtype, device=query.device).where(mask, torch.finfo(query.dtype).min)
+
+
+def _exchange(tensor: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
+    """Send part i of a dimension to rank i of the group, and join what arrives along another dimension."""
+    import torch
+    from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+
+    parts = torch.stack(tensor.chunk(group.size(), scatter))
+    received = wait_tensor(all_to_all_single(parts, None, None, group))  # type: ignore[no-untyped-call]
+    return torch.cat(received.unbind(), gather)
+
+
+def _gather(tensor: Tensor, group: Any) -> Tensor:
+    """Return the tokens of all ranks, of dimension 2. In the backward each rank gets the sum of its tokens' gradients."""
+    import torch
+    from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+
+    # As an all-to-all of copies: its gradient is an all-to-all and a sum, on gloo too.
+    copies = tensor.expand(group.size(), *tensor.shape).contiguous()
+    return torch.cat(wait_tensor(all_to_all_single(copies, None, None, group)).unbind(), 2)  # type: ignore[no-untyped-call]
