@@ -58,7 +58,7 @@ class DDP(Engine):
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """Return a config file. `MULTI_GPU` with `use_cpu: false` starts several CPU processes, `MULTI_CPU` one."""
-        kind = "NO" if strategy.sharding == "none" else "MULTI_GPU"
+        kind = "NO" if strategy.single_process else "MULTI_GPU"
         return super().to_yaml(strategy, ranks, nodes) | {"distributed_type": kind}
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:

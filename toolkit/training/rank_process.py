@@ -83,7 +83,7 @@ def resolve_flags(flags: argparse.Namespace, path: Path | None = None) -> tuple[
     recorded, ranks = read_run_json(path), int(os.environ.get("WORLD_SIZE", "1"))
     # The environment alone does not tell `none` with tp, or an engine from outside, from DDP. The recorded run does.
     before = {**recorded["strategy"], **strategy}
-    bound = launched(os.environ, before.get("sharding"), before.get("tp"))
+    bound = launched(os.environ, before)
     merged_run, merged_train, fields = merge_config(recorded, run_config, train_config, {**bound, **strategy}, ranks)
     # The launcher may bind other values than before: that is how a run resumes under another strategy.
     requested = {name: value for name, value in fields.items() if name in strategy or name not in bound}

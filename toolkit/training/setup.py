@@ -247,18 +247,20 @@ def check_trackers(names: str | None) -> list[str]:
     return trackers
 
 
-def launched(environ: Mapping[str, str], sharding: str | None = None, tp: int | None = None) -> dict[str, Any]:
+def launched(environ: Mapping[str, str], requested: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the fields of Strategy that the launch environment sets; none without `accelerate launch`.
 
     The engine of the requested `sharding` and `tp` reads the environment first: another may be launched in the same way.
     """
     launched_strategy: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
-    sharding = sharding or launched_strategy.get("sharding")
-    tp = tp or launched_strategy.get("tp", 1)
+    fields = {"tp": 1, "cp": 1} | launched_strategy | dict(requested or {})
+    sharding, tp = fields.get("sharding"), fields["tp"]
     first = [engine_for(sharding or "none", tp)] if sharding or tp > 1 else []
     for engine in (*first, *all_engines()):
         bound = engine.from_env(environ)
         if bound is not None:
+            if sharding == "none" and fields["cp"] > 1 and bound.get("sharding") == "ddp":
+                bound["sharding"] = "none"  # the ranks of a sequence are launched as those of DDP
             return {**launched_strategy, **bound}
     return launched_strategy
 
@@ -284,7 +286,7 @@ def agree(
     if "sharding" in fields:
         fields["sharding"] = sharding_word(fields["sharding"])
     if bound is None:
-        bound = launched(environ, fields.get("sharding"), fields.get("tp"))
+        bound = launched(environ, fields)
     return _merge(Strategy, fields, bound)
 
 
