@@ -14,8 +14,13 @@ import ranks
 ROWS, SEQ_LEN, ACCUMULATION = 8, 24, 2
 
 
-def loader(vocab: int, start: int, steps: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
-    """This rank's micro-batches: the same rows a step on any number of ranks, each row with another number of labels."""
+def loader(
+    vocab: int, start: int, steps: int, dp_rank: int, dp_size: int, rows_are: str = "whole"
+) -> Iterator[dict[str, Any]]:
+    """This rank's micro-batches: the same rows a step on any number of ranks, each row with another number of labels.
+
+    `rows_are` `documents`: each row holds two of them; `padded`: each ends with another number of padding.
+    """
     import torch
 
     for step in range(start, steps):
@@ -23,12 +28,17 @@ def loader(vocab: int, start: int, steps: int, dp_rank: int, dp_size: int) -> It
         labels = rows.clone()
         for row in range(ROWS):
             labels[row, : (row + step) * 5 % (SEQ_LEN - 4)] = -100
+        columns = {"input_ids": rows, "labels": labels}
+        places = torch.arange(SEQ_LEN).expand(ROWS, -1)
+        if rows_are == "documents":
+            first = torch.arange(ROWS)[:, None] + 7
+            columns["position_ids"] = torch.where(places < first, places, places - first)
+        if rows_are == "padded":
+            columns["attention_mask"] = (places < SEQ_LEN - torch.arange(ROWS)[:, None]).long()
+            labels[columns["attention_mask"] == 0] = -100
         shape = (ACCUMULATION, dp_size, -1, SEQ_LEN)
         for micro in range(ACCUMULATION):
-            yield {
-                "input_ids": rows.reshape(shape)[micro, dp_rank].contiguous(),
-                "labels": labels.reshape(shape)[micro, dp_rank].contiguous(),
-            }
+            yield {name: column.reshape(shape)[micro, dp_rank].contiguous() for name, column in columns.items()}
 
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -42,16 +52,20 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.training.preparation import audit
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
-    rank, dp_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) // strategy.tp
+    rank, dp_size = (
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")) // (strategy.tp * strategy.cp),
+    )
     micro = ROWS // ACCUMULATION // dp_size
     train_config = TrainConfig(
         steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
     ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, **cell["strategy"])
-    exact = matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
+    exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
+    rows_are = cell.get("rows", "whole")
     start, saver = ranks.restored(cell, ours, schedule)
     dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
-    for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size), schedule, start=start):
+    for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are), schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])
         if step.step == start + 1:
             audit(ours, gradients=step.gradients)
@@ -61,7 +75,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             break
     if saver:
         saver.wait()
-    evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size))
+    evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact}
     if "export" in cell:
         planned = save(ours, tokenizer, Path(cell["export"]))

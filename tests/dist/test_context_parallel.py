@@ -1,0 +1,152 @@
+"""Context parallelism on real ranks: losses and norms of one process, checkpoints under other strategies, exports, forecasts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from programs import python
+
+pytestmark = pytest.mark.dist
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 4}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+GATHER = {"cp_attention": "gather"}
+LORA = {"adapter": "lora", "lora_rank": 4}
+
+Cell = tuple[str, dict[str, Any], str]
+"""A model, a strategy, and what rows hold."""
+
+TWO: dict[str, Cell] = {
+    "none": ("llama", {"sharding": "none"}, "whole"),
+    "ddp, gather, documents": ("llama", {"sharding": "ddp", **GATHER}, "documents"),
+    "zero1, padded": ("llama", {"sharding": "zero1"}, "padded"),
+    "zero2, gather, padded": ("llama", {"sharding": "zero2", **GATHER}, "padded"),
+    "zero3, window, documents": ("qwen3", {"sharding": "zero3"}, "documents"),
+    "fsdp, window, gather": ("qwen3", {"sharding": "fsdp", **GATHER}, "whole"),
+    "fsdp_grad_op, eager, selective": (
+        "qwen3", {"sharding": "fsdp_grad_op", "attention": "eager", "activation_checkpointing": "selective"}, "documents",
+    ),
+    "zero3, cpu, whole loss": ("llama", {"sharding": "zero3", "offload": "cpu", "loss": "whole"}, "whole"),
+    "ddp, lora": ("llama", {"sharding": "ddp", **LORA}, "documents"),
+    "fsdp, lora, gather": ("llama", {"sharding": "fsdp", **LORA, **GATHER}, "documents"),
+}  # fmt: skip
+FOUR: dict[str, Cell] = {
+    "cp4 of two key heads": ("llama", {"sharding": "ddp", "cp": 4}, "documents"),
+    "cp2 in fsdp": ("qwen3", {"sharding": "fsdp"}, "documents"),
+    "cp2 in zero2": ("llama", {"sharding": "zero2"}, "whole"),
+}
+
+Gave = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cp")
+    tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, num_key_value_heads=2, **SHAPE)
+    tiny.qwen3(root / "qwen3", tie_word_embeddings=True, **{**SHAPE, **WINDOW})
+    return root
+
+
+def reference(cell: Cell) -> str:
+    """The name of the cell in one process."""
+    model, strategy, rows = cell
+    return f"{model}, {rows}{', lora' * ('adapter' in strategy)}"
+
+
+@pytest.fixture(scope="module")
+def gave(root: Path) -> Gave:
+    def cell(name: str, given: Cell, **more: Any) -> dict[str, Any]:
+        model, strategy, rows = given
+        more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
+        strategy = {"loss": "chunked", **strategy}
+        return {"name": name, "folder": str(root / model), "strategy": strategy, "rows": rows, "upto": 4, **more}
+
+    def split(cells: dict[str, Cell]) -> list[dict[str, Any]]:
+        return [cell(name, (model, {"cp": 2, **strategy}, rows)) for name, (model, strategy, rows) in cells.items()]
+
+    alone = {reference(given): given for given in (*TWO.values(), *FOUR.values())}
+    saved: dict[str, Any] = {"into": "cp", "saves": [2], "export": "exported"}
+    groups = [
+        (
+            1,
+            [cell(name, (model, LORA if "adapter" in way else {}, rows)) for name, (model, way, rows) in alone.items()],
+        ),
+        (
+            2,
+            [
+                *split(TWO),
+                cell("saved", ("llama", {"sharding": "ddp", "cp": 2}, "whole"), **saved),
+                cell(
+                    "to zero3",
+                    ("llama", {"sharding": "zero3"}, "whole"),
+                    **{"from": "cp/step-00000002"},
+                    into="z",
+                    saves=[3],
+                ),
+                cell("and back", ("llama", {"sharding": "fsdp", "cp": 2}, "whole"), **{"from": "z/step-00000003"}),
+            ],
+        ),
+        (4, split(FOUR)),
+    ]
+    given = tiny.run_groups("mesh_worker.py", groups, root / "llama", root / "scratch")
+    return {
+        (count, result["cell"]["name"]): result
+        for (count, _), results in zip(groups, given, strict=True)
+        for result in results
+    }
+
+
+def assert_same(result: list[list[float]], expected: list[list[float]]) -> None:
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
+        assert ours[2] == theirs[2]
+
+
+@pytest.mark.parametrize(("count", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
+    expected = gave[1, reference({2: TWO, 4: FOUR}[count][name])]
+    assert len(gave[count, name]["steps"]) == 4
+    assert_same(gave[count, name]["steps"], expected["steps"])
+    assert gave[count, name]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["to zero3", "and back"])
+def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, name: str) -> None:
+    steps = gave[2, name]["steps"]
+    assert_same(steps, gave[1, "llama, whole"]["steps"][-len(steps) :])
+
+
+def test_the_export_is_the_trained_model(gave: Gave) -> None:
+    assert gave[2, "saved"]["logits_error"] <= 1e-6
+
+
+def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path) -> None:
+    """From the shell; rows without padding, so that no mask of s × s hides the activations."""
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number * 7 % 2000}" for number in range(40_000)))
+    size = (
+        "--seq-len",
+        "1024",
+        "--micro-batch",
+        "2",
+        "--steps",
+        "2",
+        "--activation-checkpointing",
+        "none",
+        "--no-save",
+    )
+    activations = []
+    for cp, kind in (("1", "auto"), ("2", "auto"), ("2", "gather")):
+        command = ("train", "--data", "text.txt", "--processes", "2", "--sharding", "fsdp", "--cp", cp, *size)
+        python("-m", "toolkit.cli", *command, "--cp-attention", kind, "--run-dir", f"{cp}{kind}", cwd=tmp_path, code=0)
+        memory = json.loads((tmp_path / f"{cp}{kind}" / "memory.json").read_text())
+        forecast = memory["forecast"]["device"]
+        for rank in memory["measured"]["per_rank"]:
+            assert forecast["peak_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.04)
+        activations.append(forecast["parts"]["activations"])
+    assert activations[1] < 0.6 * activations[0]
+    assert activations[2] < 0.75 * activations[0]  # keys and values are whole
