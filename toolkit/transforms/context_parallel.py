@@ -49,23 +49,22 @@ class ContextParallel(Transform):
     def refuse(self, job: Job) -> None:
         strategy, spec, cp = job.strategy, job.spec, job.strategy.cp
         if spec is not None and spec.kind != "causal":
-            _refuse(f"needs a causal language model, and {spec.architecture} is none", "Leave out --cp.")
+            _refuse(f"needs a causal language model, and {spec.architecture} is none", "Leave out --cp.", cp)
         if job.train_config.seq_len % cp:
             near = job.train_config.seq_len // cp * cp or cp
             _refuse(f"does not divide seq_len {job.train_config.seq_len}", f"Choose --seq-len {near}.", cp)
         for what, asked in (("--tp", strategy.tp > 1), ("--compile", strategy.compile)):
             if asked:
-                _refuse(f"does not run with {what} yet", "Leave out one of the two.")
+                _refuse(f"does not run with {what} yet", "Leave out one of the two.", cp)
         if strategy.attention not in KERNELS:
-            _refuse(
-                f"does not run with attention {strategy.attention!r}", f"Choose --attention {' or '.join(KERNELS)}."
-            )
+            kernels = " or ".join(KERNELS)
+            _refuse(f"does not run with attention {strategy.attention!r}", f"Choose --attention {kernels}.", cp)
         if spec is None:
             return  # the engine alone is asked
         if strategy.cp_attention == "ulysses" and spec.heads % cp:
             _refuse(f"does not divide the {spec.heads} heads", "Choose --cp-attention gather, or another --cp.", cp)
         if attention_kind(job) == "gather" and ATTENTIONS[strategy.attention].joins_rows:
-            _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.")
+            _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.", cp)
         layers = {
             word for word in spec.config.get("layer_types") or () if word not in ("full_attention", "sliding_attention")
         }
@@ -73,6 +72,7 @@ class ContextParallel(Transform):
             _refuse(
                 f"runs full and sliding attention, and {spec.architecture} has {', '.join(layers) or 'none'}",
                 "Leave out --cp.",
+                cp,
             )
 
     def apply(self, model: Any, job: Job) -> Any:
@@ -137,8 +137,8 @@ def attention_kind(job: Job) -> str:
     return "ulysses" if job.spec is not None and job.spec.heads % job.strategy.cp == 0 else "gather"
 
 
-def _refuse(what: str, fix: str, cp: object = "") -> NoReturn:
-    raise StrategyError(f"cp {cp} {what}. {fix}".replace("  ", " "))
+def _refuse(what: str, fix: str, cp: int | None = None) -> NoReturn:
+    raise StrategyError(f"{'context parallelism' if cp is None else f'cp {cp}'} {what}. {fix}")
 
 
 @dataclass(eq=False)
@@ -207,7 +207,7 @@ class Rows:
 
 
 def _check_rows(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Refuse a model whose attention did not get the rows: each rank would attend to its own part."""
+    """Refuse a model with an attention of its own, which ignores the rows."""
     if ROWS in kwargs and not kwargs[ROWS].calls:
         _refuse(
             f"needs attention by transformers' interface, which {type(model).__name__} does not use", "Leave out --cp."
@@ -258,7 +258,9 @@ def _attention(
     inner = _kernel(kernel, module)
     if rows is None:
         if module.training:
-            _refuse("got a batch that was not split", "Call tk.forward_backward in your own loop.")
+            _refuse(
+                "got whole rows: in your own loop it is not available yet", "Train by toolkit train, or leave out --cp."
+            )
         return inner(module, query, key, value, mask, *args, **kwargs)  # type: ignore[no-any-return]
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         _refuse(f"does not split the heads' own terms of {type(module).__name__}", "Leave out --cp.")
