@@ -41,6 +41,11 @@ def qwen3(folder: Path, **changes: Any) -> Path:
     return _save("Qwen3ForCausalLM", folder, **{**DENSE, "head_dim": 32, **changes})
 
 
+def gemma2(folder: Path, **changes: Any) -> Path:
+    """Soft caps on scores and logits; every second layer has a window."""
+    return _save("Gemma2ForCausalLM", folder, **{**DENSE, "head_dim": 16, "query_pre_attn_scalar": 16, **changes})
+
+
 def mixtral(folder: Path) -> Path:
     return _save("MixtralForCausalLM", folder, **TEXT, num_local_experts=4, num_experts_per_tok=2)
 

@@ -80,7 +80,8 @@ class ContextParallel(Transform):
         name = type(base).__name__
         if "position_ids" not in inspect.signature(base.forward).parameters:
             _refuse(f"needs a model that takes position_ids, and {name} does not", "Leave out --cp.")
-        state = next((type(part).__name__ for part in base.modules() if STATEFUL.search(type(part).__name__)), None)
+        own = {type(part).__name__ for part in base.modules() if type(part).__module__ == type(base).__module__}
+        state = next(filter(STATEFUL.search, sorted(own)), None)
         if state:
             _refuse(
                 f"splits attention alone, and {name} has layers {state} with a state of their own", "Leave out --cp."
