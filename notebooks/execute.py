@@ -169,8 +169,8 @@ class _Kept(OutputWidget):
         pass
 
 
-def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIMIT) -> float:
-    """Run every cell in a kernel of its own, in `folder`. The seconds it took.
+def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIMIT, path: Sequence[Path] = ()) -> float:
+    """Run every cell in a kernel of its own, in `folder`, with `path` before Python's own. The seconds it took.
 
     Raises:
         nbclient.exceptions.CellExecutionError: where a cell fails, a claim included.
@@ -189,8 +189,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
     )
     client.widget_registry = {"@jupyter-widgets/output": {"OutputModel": _Kept}}
     # The kernel imports this checkout's toolkit, and keeps nothing in the user's IPython.
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder / ".ipython")}
+    places = os.pathsep.join(filter(None, (*map(str, path), str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": places, "IPYTHONDIR": str(folder / ".ipython")}
     try:
         asyncio.run(asyncio.wait_for(client.async_execute(env=environment), limit))
     except (TimeoutError, DeadKernelError):  # the second is what nbclient makes of being cancelled in a cell

@@ -38,12 +38,17 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "07_lora_and_qlora": {"WIDTH": 192, "BASE_STEPS": 2, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2},
     "04_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
-    "01_first_run": {"GLOBAL_BATCH": 4, "SEQ_LEN": 64, "STEPS": 2, "BY_HAND": False},
+    "01_first_run": {"STEPS": 60, "SEQ_LEN": 64, "CARD": "L4"},
 }  # fmt: skip
 """What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""
 
-AGAIN: dict[str, dict[str, Any]] = {}
+AGAIN: dict[str, dict[str, Any]] = {"01_first_run": {"MICRO_BATCH": 2, "CARD": "A10G"}}
 """What replaces them when all cells run a second time, in the folder of the first."""
+
+CORE = ("01_first_run",)
+"""Notebooks that need the core's libraries alone, and those that show a notebook."""
+OPTIONAL = ("deepspeed", "bitsandbytes")
+"""Libraries of other extras."""
 
 SECONDS = 600
 """Guard against a kernel that hangs: several times what the longest notebook takes on an idle machine."""
@@ -149,11 +154,15 @@ def test_a_cell_with_a_slider_is_answered(tmp_path: Path) -> None:
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
     """Those that are asked for, two at once: each has one thread, and most wait for kernels to begin."""
 
+    core_alone = tmp_path_factory.mktemp("core")
+    blocked = dict.fromkeys(OPTIONAL)
+    (core_alone / "sitecustomize.py").write_text(f"import sys\nsys.modules.update({blocked!r})\n")
+
     def run(source: Path) -> list[nbformat.NotebookNode]:
         folder, made = tmp_path_factory.mktemp(source.stem), []
         for other in ({}, AGAIN[source.stem]) if source.stem in AGAIN else ({},):
             made.append(read(source, {**PARAMETERS[source.stem], **other}))
-            execute(made[-1], folder, limit=SECONDS)
+            execute(made[-1], folder, limit=SECONDS, path=[core_alone] if source.stem in CORE else ())
         if source.stem in AGAIN:
             assert {path.name for path in folder.iterdir()} - {".ipython", ".kernel.json"} == {RUNS}
         return made
