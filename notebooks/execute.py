@@ -183,6 +183,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, limit: float = LIM
         kernel_name="python3",
         timeout=None,
         record_timing=False,
+        coalesce_streams=True,  # words that are printed one by one are one text
         # No ports: another process may take one between when it is chosen and when the kernel listens there.
         config=Config({"KernelManager": {"transport": "ipc", "connection_file": str(folder / ".kernel.json")}}),
         resources={"metadata": {"path": str(folder)}},

@@ -26,6 +26,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "02_where_the_memory_goes": {
         "WIDTH": 128, "LAYERS": 3, "SEQ_LEN": 96, "BATCHES": [2, 4], "VOCABULARIES": [4096, 5120], "STEPS": 2, "GPUS": 32,
+        "CRASH_ROWS": 256,
     },
     "05_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 80},
     "06_zero_and_fsdp": {
@@ -42,7 +43,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""
 
-AGAIN: dict[str, dict[str, Any]] = {"01_first_run": {"MICRO_BATCH": 2, "CARD": "A10G"}}
+AGAIN: dict[str, dict[str, Any]] = {
+    "01_first_run": {"MICRO_BATCH": 2, "CARD": "A10G"},
+    "02_where_the_memory_goes": {"BATCHES": [1, 4], "GPUS": 16},
+}
 """What replaces them when all cells run a second time, in the folder of the first."""
 
 CORE = ("01_first_run",)
