@@ -101,7 +101,7 @@ MODELS = {
     for words in VOCABULARIES
 }
 pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
-Path("runs/pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+_ = Path("runs/pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
 plain = tk.Strategy(precision="fp32", activation_checkpointing="none", loss="whole")
 spec = tk.describe(MODELS[VOCABULARIES[0]])
 P = spec.elements

@@ -46,6 +46,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 AGAIN: dict[str, dict[str, Any]] = {
     "01_first_run": {"MICRO_BATCH": 2, "CARD": "A10G"},
     "02_where_the_memory_goes": {"BATCHES": [1, 4], "GPUS": 16},
+    "03_load_a_large_model": {"SEQ_LEN": 96, "NEW_TOKENS": 3},
 }
 """What replaces them when all cells run a second time, in the folder of the first."""
 
