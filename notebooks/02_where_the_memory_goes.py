@@ -365,7 +365,15 @@ def checkpoint_sizes(billions):
 # are computed again. First, the small model's checkpoint is weighed.
 
 # %%
-request = {"model": data.model, "data": data.data, "steps": 1, "save_every": 1, "seq_len": SEQ_LEN, "micro_batch": 1}
+request = {
+    "model": data.model,
+    "data": data.data,
+    "processes": 1,
+    "steps": 1,
+    "save_every": 1,
+    "seq_len": SEQ_LEN,
+    "micro_batch": 1,
+}
 saved = tk.launch("toolkit.finetune", "none", **request, save=False).wait()
 print(f"{format_count(P)} parameters: {format_bytes(12 * P)} by the rule, {format_bytes(checkpoint_of(saved))} on disk")
 

@@ -123,9 +123,10 @@ def read(source: Path, parameters: Mapping[str, Any] | None = None) -> nbformat.
 
 def _metadata(tags: Sequence[str]) -> nbformat.NotebookNode:
     """A cell's metadata: its tags; JupyterLab folds the source of what is no lesson, and what a check prints."""
+    tags = list(dict.fromkeys(tags))
     folded = {"source_hidden": True} if FOLDED & set(tags) else {}
     folded |= {"outputs_hidden": True} if CHECK in tags else {}
-    return nbformat.from_dict(({"jupyter": folded} if folded else {}) | ({"tags": list(tags)} if tags else {}))
+    return nbformat.from_dict(({"jupyter": folded} if folded else {}) | ({"tags": tags} if tags else {}))
 
 
 def _installs(cell: nbformat.NotebookNode) -> bool:

@@ -47,6 +47,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "01_first_run": {"MICRO_BATCH": 2, "CARD": "A10G"},
     "02_where_the_memory_goes": {"BATCHES": [1, 4], "GPUS": 16},
     "03_load_a_large_model": {"SEQ_LEN": 96, "NEW_TOKENS": 3},
+    "04_activations": {"TOKENS": 96, "MICRO_BATCH": 4},
 }
 """What replaces them when all cells run a second time, in the folder of the first."""
 

@@ -283,7 +283,11 @@ def _say(script: str, *paths: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("8x TPU v5e", "need PyTorch/XLA"), ("Cerebras CS-3", "compile a whole model"), ("rocm", "Name the card, such as MI250X")],
+    [
+        ("8x TPU v5e", "need PyTorch/XLA"),
+        ("Cerebras CS-3", "compile a whole model"),
+        ("rocm", "Name the card, such as MI250X"),
+    ],
 )
 def test_other_platforms_are_refused_by_name(name: str, said: str) -> None:
     with pytest.raises(ToolkitError, match=said):

@@ -72,8 +72,9 @@ CARDS = {
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
 and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
 product (Turing: of the TITAN RTX the full TU102, without its NVLink bridge; Volta, GA102, Ada and Blackwell
-architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instincts; of the A10G, AWS's. Of the MI250X it is one of its two chips, which torch counts as a
-device each; its links are those between chips of different cards, as Frontier's user guide has them.
+architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instincts; of the A10G, AWS's.
+The MI250X's row is one of its two chips, which torch counts as a device each. Its links are those between chips of
+different cards, as Frontier's user guide has them.
 Network and host memory: of the machine named, divided by its GPUs. Fastest products: T4, Jia et al. 2019
 (arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench;
 A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip.
