@@ -1,11 +1,10 @@
 # %% [markdown]
-# # Plan and launch: from a question to a report
+# # Your first run
 #
-# How do I train *this* model on *that* machine? This notebook asks for a plan, writes it down as an Accelerate
-# config file, launches it, watches it, reads the report, lets the run correct the forecast, and does the same once
-# more by hand.
+# You have a machine, a text and a model. How do you train, watch, stop and resume a run? And will the model that you
+# really want fit on your card?
 
-# %%
+# %% tags=["install"]
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
 import importlib.metadata
 import importlib.util
@@ -21,299 +20,330 @@ if importlib.util.find_spec("toolkit") is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
+# %% [markdown]
+# ## Before you start
+#
+# - **You know** Python, and roughly what «training a neural network» means.
+# - **You can then** launch a run and read its numbers, stop and resume it, repair a crash, and ask for a plan.
+# - **Time** about 4 minutes on two processor cores.
+# - **Hardware** any. A processor is enough; below, the forecast says what the run takes on a T4 and an L4.
+#
+# This is where you are:
+
 # %%
 import toolkit as tk
 
 tk.environment()
 
+# %% [markdown]
+# Change these values and run everything again. Each run gets a new folder in `runs/`.
+
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
-MODEL = "my-model"  # yours: a folder, or a Hub id. This folder is made below where it is not there
-DATA = "my-text.txt"  # yours: text, JSONL, a folder, or a Hub data set. This file is made below where it is not there
-RANKS = tk.hardware().ranks if GPU else 2  # processes
-GLOBAL_BATCH = 4 * RANKS  # rows of a step, over all ranks
-SEQ_LEN = 1024 if GPU else 128
-STEPS = 20
-BY_HAND = True  # run the command in a shell as well, at the end
-LR = 1e-3  # that of a model which begins at nothing; 2e-5 for one that knows something
+RANKS = tk.hardware().ranks if GPU else 2  # processes that train together
+CARD = "T4"  # the card that you have, or want to rent
+STEPS = 80
+SEQ_LEN = 128  # tokens in a row
+MICRO_BATCH = 4  # rows that a rank reads at once
+LR = 3e-3  # high, since this model begins at random weights; 2e-5 for a trained one
 
-# %% [markdown]
-# ## Your model, your data
-#
-# Name your own above. So that the notebook runs anywhere, a small Llama of random weights and a text are made here:
-# Python's language reference, as `help()` shows it.
-
-# %%
+# %% tags=["helper"]
+import math
 import os
+import signal
+import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.utils import logging
+from transformers import LlamaConfig
 
-from toolkit.data import embedded_tokenizer
-
-# What libraries would say between the cells.
-logging.disable_progress_bar()
-if not GPU:
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns that it finds no other
-
-if MODEL == "my-model" and not Path(MODEL).exists():
-    embedded_tokenizer(Path(MODEL))
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(MODEL)
-if DATA == "my-text.txt" and not Path(DATA).exists():
-    from pydoc_data.topics import topics
-
-    Path(DATA).write_text("\n\n".join(topics.values()), encoding="utf-8")
-
-# %%
-spec = tk.describe(MODEL)
-spec
-
-# %% [markdown]
-# ## Ask for a plan
-#
-# `tk.plan` goes through every sharding, offload, micro-batch and activation checkpointing, forecasts each, and
-# ranks what fits with 5% to spare. It launches nothing and reads no weights. The question names the machine and the
-# **global batch**: how many rows one step learns from.
-
-# %%
-machine = tk.hardware(None if GPU else f"{RANKS}x cpu")
-train_config = tk.TrainConfig(seq_len=SEQ_LEN, steps=STEPS, lr=LR)
-plan = tk.plan(spec, machine, global_batch=GLOBAL_BATCH, train_config=train_config)
-f"{len(plan.ranked)} that fit, {len(plan.rejected)} that do not"
-
-# %% [markdown]
-# `plan` alone shows the ten best and the reasons of the others; `tk.plan(…, whole=True)` shows every candidate. Here
-# are the first ten, and the first of each sharding by what it holds at its peak:
-
-# %%
-import dataclasses
-
-from IPython.display import HTML
-
-from toolkit.core.charts import Bar, bars
+from toolkit.core.charts import curve
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes, format_seconds
+from toolkit.run_folder.heartbeat import read_beats
 
-ranked = plan.tables()[0]
-HTML(dataclasses.replace(ranked, rows=list(ranked.rows)[:10]).html())
+# A text: the language reference of Python. And a model that is described by its config alone: Llama 3.2 1B.
+Path("runs/llama-1b").mkdir(parents=True, exist_ok=True)
+Path("runs/reference.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
+LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+).save_pretrained("runs/llama-1b")
 
-# %%
-firsts = {one.strategy.sharding: one.forecast.parts for one in reversed(plan.ranked)}
-HTML(
-    bars([Bar(label=word, parts=firsts[word]) for word in sorted(firsts)], title="Forecast: the first of each sharding")
-)
+
+def wait_for(run, step):
+    """Wait until a run has done a step, or has ended."""
+    while run.alive and run.progress.step < step:
+        time.sleep(0.2)
+
+
+def kill_rank(run, rank):
+    """End a rank's process, as a system does that is short of memory, and return what the run says of it."""
+    os.kill(read_beats(run.folder / "logs")[rank].pid, signal.SIGKILL)
+    while run.alive:
+        time.sleep(0.2)
+    return run.message
+
 
 # %% [markdown]
-# On a GPU of the catalog the fastest comes first. How fast a CPU is nobody knows yet, so there the least memory
-# comes first; a run will tell, below.
+# ## Will it fit?
 #
-# **Why the others are rejected** stands in their reasons. There are two kinds: what an engine cannot do on this
-# machine, whatever its size, …
-
-# %%
-impossible = {one.reason for one in plan.rejected if one.forecast is None}
-for reason in sorted(impossible):
-    print("-", reason)
-
-# %% [markdown]
-# … and what needs more memory than there is. Here is the same question for a machine of which so much is in use
-# that half of the plan is out:
-
-# %%
-peaks = sorted(one.forecast.peak_bytes for one in plan.ranked)
-free = peaks[len(peaks) // 2]  # of a rank
-taken = (plan.best.forecast.limit_bytes - free) * machine.ranks
-tight = dataclasses.replace(machine, host_free_bytes=machine.host_free_bytes - taken)
-if GPU:
-    tight = dataclasses.replace(machine, device=dataclasses.replace(machine.device, free_bytes=free))
-smaller = tk.plan(spec, tight, global_batch=GLOBAL_BATCH, train_config=train_config)
-too_large = [one for one in smaller.rejected if one.forecast is not None]
-for one in too_large[:4]:
-    print(f"- {one.strategy.sharding}, micro-batch {one.train_config.micro_batch}: {one.reason}")
-
-# %% [markdown]
-# Nothing is hidden: every candidate is ranked, or rejected with a reason; what is ranked fits with 5% to spare, and
-# what is too large does not. Once a micro-batch is too large, larger ones are not asked for.
-
-# %%
-assert all(one.reason for one in plan.rejected)
-assert not any(one.reason for one in plan.ranked)
-assert all(one.forecast.peak_bytes <= 0.95 * one.forecast.limit_bytes for one in (*plan.ranked, *smaller.ranked))
-assert too_large
-assert all(one.forecast.peak_bytes > 0.95 * free for one in too_large)
-assert len(smaller.ranked) < len(plan.ranked)
-
-# %% [markdown]
-# ## Write it down
+# The toolkit brings a small Llama of 5 million parameters. Each parameter is a number of 4 bytes, 19 MiB in all.
 #
-# `plan.best` is a strategy with its batch; `plan.config()` the Accelerate config file that says the same to any
-# script that `accelerate launch` starts. What does not belong in that file (the batch, activation checkpointing,
-# lengths) goes into the command as flags.
+# **Your guess:** how much memory does a process need to *train* it? Twice the 19 MiB, four times, seven times?
+#
+# The forecast answers before anything runs. A process that trains is a **rank**; `micro_batch` is the number of rows
+# that a rank reads at once. Move the device and the rows:
 
 # %%
-import yaml
+settings = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS, lr=LR)
 
-Path("accelerate.yaml").write_text(yaml.safe_dump(plan.config(), sort_keys=False))
-command = plan.command(MODEL).replace("YOUR_DATA", DATA)
-print(Path("accelerate.yaml").read_text())
-print(command)
 
-# %%
-assert plan.config()["num_processes"] == machine.ranks
-best = plan.best
-assert (best.train_config.micro_batch * best.train_config.accumulation * machine.ranks, best.train_config.seq_len) == (
-    GLOBAL_BATCH,
-    SEQ_LEN,
-)
+def need(device, rows):
+    batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=rows)
+    return tk.forecast(tk.describe(), tk.Strategy(sharding="ddp"), f"2x {device}", batch)
+
+
+tk.vary(need, device=["cpu", "T4", "L4"], rows=[1, 2, 4, 8, 16, 32], start={"device": "cpu", "rows": 4})
+
+# %% tags=["check"]
+first = need("cpu", MICRO_BATCH)
+weights = 4 * tk.describe().elements
+assert first.fits
+assert first.parts["parameters"] == weights
+assert first.parts["optimizer"] == 2 * weights  # the optimizer keeps two more numbers for each parameter
+assert 4 * weights < first.peak_bytes
 
 # %% [markdown]
-# ## Launch, and watch
+# Beside the weights there are gradients, two numbers of the optimizer for each weight, and what the forward pass
+# keeps for the backward pass. [02_where_the_memory_goes](02_where_the_memory_goes.ipynb) looks at each.
 #
-# `tk.launch` starts the ranks by `accelerate launch` and comes back at once. The run shows itself while it goes on;
-# the kernel is free, and a closed tab does no harm: `tk.attach(run.folder)` shows it again. `run.stop()` would end
-# it after its step, with a checkpoint.
+# ## Train, and watch
+#
+# `tk.launch` starts the ranks and returns at once. `ddp` is the simplest way to share work: every rank has a whole
+# model, reads its own rows, and the gradients are averaged. The view below follows the run while you go on working.
 
 # %%
-run = tk.launch("toolkit.finetune", plan.best, processes=machine.ranks, model=MODEL, data=DATA, run_dir="runs/planned")
+request = {"data": "runs/reference.txt", "processes": RANKS, "steps": STEPS}
+batch = {"seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "lr": LR}
+run = tk.launch("toolkit.finetune", "ddp", **request, **batch)
 run
 
-# %%
-run.wait()
-metrics = run.metrics
-metrics[["step", "loss", "grad_norm", "lr", "tokens", "seconds"]].tail()
+# %% [markdown]
+# ## Stop it
+#
+# The button above and `run.stop()` do the same: the ranks end their step, write a **checkpoint**, and leave. Here a
+# third of the steps is enough.
 
 # %%
-assert run.status == "finished"
-assert len(metrics) == STEPS
-assert STEPS < 10 or metrics["loss"].iloc[-1] < metrics["loss"].iloc[0]
-assert run.strategy == best.strategy  # what ran is what was planned
-assert yaml.safe_load((run.folder / "accelerate.yaml").read_text()) == plan.config()  # and the file it ran with is ours
+wait_for(run, STEPS // 3)
+run.stop()
+
+# %% tags=["check"]
+assert run.status == "stopped"
+stopped_at = run.progress.step
+assert STEPS // 3 <= stopped_at < STEPS
 
 # %% [markdown]
-# ## Read the report
+# ## Resume it
 #
-# The request, the audit, forecast and measurement, the losses. `report.html` in the run's folder is the same
-# as one page that asks nothing of the network, to be kept or sent.
+# A checkpoint holds the weights, the optimizer, the place in the data and the random numbers. So the run goes on as
+# if nothing had happened.
+
+# %%
+run = tk.resume(run.folder)
+run.wait()
+run.metrics[["step", "loss", "tokens", "seconds", "attempt"]].tail(4)
+
+# %% tags=["check"]
+steps = run.metrics
+assert run.status == "finished"
+assert list(steps["step"]) == list(range(1, STEPS + 1))  # no step is missing, and none is done twice
+assert set(steps["attempt"]) == {0, 1}
+assert STEPS < 20 or steps["loss"].iloc[-1] < steps["loss"].iloc[0]
+
+# %% [markdown]
+# ## Hear it
+#
+# The trained model lies in the run's folder as plain Hugging Face files. After so few steps it knows frequent words,
+# and no sentence yet.
+
+# %%
+answer = tk.generate(run.folder, "The ", max_new_tokens=40, temperature=0.7)
+
+# %% [markdown]
+# ## Was the forecast right?
+#
+# The report has the request, the audit, the losses, and the memory as it was forecast and measured. Look at the
+# ratio in the table of phases: that is how far you can trust the first panel.
 
 # %%
 run.report()
 
-# %%
-page = run.report().write()
-assert page == run.folder / "report.html"
-assert not any(word in page.read_text() for word in ("<script", 'src="http', 'href="http', "@import"))
+# %% tags=["check"]
+measured = run.memory["measured"]["peak_bytes"]
+planned = tk.forecast(tk.describe(), run.strategy, f"{RANKS}x cpu", settings) if not GPU else None
+assert answer
+assert planned is None or abs(planned.peak_bytes / measured - 1) < 0.1
 
 # %% [markdown]
-# How true was the forecast? The highest need of the fullest rank, as it was planned, and as the allocator counted
-# it:
-
-# %%
-from toolkit.core.phases import PHASES
-
-measured = run.memory["measured"]
-phases = {
-    phase: (best.forecast.phases[phase], measured["phases"][phase]) for phase in PHASES if phase in measured["phases"]
-}
-phases["peak"] = best.forecast.peak_bytes, measured["peak_bytes"]
-rows = [(phase, format_bytes(one), format_bytes(two), f"{one / two:.3f}") for phase, (one, two) in phases.items()]
-HTML(Table(title="A rank's memory", columns=("phase", "planned", "measured", "ratio"), rows=rows).html())
-
-# %%
-assert abs(best.forecast.peak_bytes / measured["peak_bytes"] - 1) < 0.05
-
-# %% [markdown]
-# ## Let the run correct the forecast
+# ## The model that you want, on your card
 #
-# One run teaches what no plan knows: how fast this machine is, and what a rank takes beside the traced bytes.
-# `calibrate` puts that into any forecast on the same kind of device. Here it turns the plan's order by memory into
-# one by time:
+# Llama 3.2 1B has 1.2 billion parameters. Its `config.json` is enough for a forecast; no weight is read. Choose your
+# device and the number of them. `zero3` divides the model over the ranks instead of copying it.
 
 # %%
-learned = [(one, one.forecast.calibrate(run.folder)) for one in plan.ranked]
-learned.sort(key=lambda pair: pair[1].timing.step_seconds)
-rows = [
-    (
-        one.strategy.sharding,
-        one.strategy.activation_checkpointing,
-        one.train_config.micro_batch,
-        format_bytes(found.peak_bytes),
-        format_seconds(found.timing.step_seconds),
-        f"{found.timing.tokens_per_second:,.0f}",
-    )
-    for one, found in learned[:8]
-]
-columns = ("sharding", "checkpointing", "micro-batch", "peak", "a step", "tokens/s")
-HTML(Table(title="The plan, corrected by one run", columns=columns, rows=rows).html())
+large = tk.describe("runs/llama-1b")
+length = tk.TrainConfig(seq_len=4096)
+tk.explore(
+    "memory", large, f"1x {CARD}", tk.Strategy(), length, controls=["device", "devices", "sharding", "micro_batch"]
+)
 
 # %% [markdown]
-# (Time is scaled by a strategy's operations alone: what its communication takes in addition, only a run of its own
-# tells.) For what ran, the corrected forecast says what was measured:
-
-# %%
-calibrated = best.forecast.calibrate(run.folder)
-assert calibrated.peak_bytes == measured["peak_bytes"]
-taken = metrics["seconds"][3:] if STEPS > 3 else metrics["seconds"]  # memory is measured in the first three
-assert abs(calibrated.timing.step_seconds / taken.median() - 1) < 1e-6
-one = calibrated.timing.step_seconds
-f"a step takes {one:.2f} s, and a thousand of them {format_seconds(1000 * one)}"
-
-# %% [markdown]
-# ## The same by hand
+# ## Ask for a plan
 #
-# Nothing of this needs a notebook. The command from above, as a shell runs it; `tk.attach` then shows what any
-# run's folder holds.
+# You need not try them all. `tk.plan` forecasts every way to share the model, every micro-batch, and whether to
+# recompute activations. It ranks what fits, the fastest first. Compare the first row with the rows that need much
+# less memory: speed and memory are a trade.
+
 
 # %%
-import shlex
+def plan_on(machine):
+    return tk.plan(large, machine, global_batch=64, seq_len=4096)
 
-if BY_HAND:
-    words = [*shlex.split(command), "--run-dir", "runs/by-hand"]
-    with open("by-hand.log", "w") as log:
-        subprocess.run(
-            [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:]], check=True, stdout=log, stderr=log
+
+machines = ["4x L4", "8x RTX-4090", "8x A100-40GB", "8x H100-80GB"]
+tk.vary(plan_on, machine=machines, start={"machine": "8x RTX-4090"}, title="The plan for a machine")
+
+# %% tags=["check"]
+ranked = plan_on("8x RTX-4090").ranked
+speeds = [one.forecast.timing.tokens_per_second for one in ranked]
+needs = [one.forecast.needed_bytes for one in ranked]
+assert speeds[0] == max(speeds)
+assert needs[0] > 1.5 * min(needs)  # the fastest is not the one that needs least
+
+# %% [markdown]
+# ## Let your run correct the plan
+#
+# The catalog knows GPUs. It knows no speed of your processor, or of a card that it has not seen: there the plan can
+# only be sorted by memory. One run is enough to learn the speed. `calibrate` puts it into every forecast:
+
+# %%
+here = tk.plan(tk.describe(), f"{RANKS}x cpu" if not GPU else None, global_batch=4 * RANKS, train_config=settings)
+
+
+def sorted_by(what):
+    pairs = [(one, one.forecast.calibrate(run.folder)) for one in here.ranked]
+    if what == "time, learned from the run":
+        pairs.sort(key=lambda pair: pair[1].timing.step_seconds)
+    return ranking(pairs)
+
+
+# %% tags=["helper"]
+def ranking(pairs):
+    rows = [
+        (
+            one.strategy.sharding,
+            one.strategy.activation_checkpointing,
+            f"{one.train_config.micro_batch} x {one.train_config.accumulation}",
+            format_bytes(found.peak_bytes),
+            format_seconds(found.timing.step_seconds),
         )
-    again = tk.attach("runs/by-hand").metrics
-    assert all(abs(one / two - 1) < 1e-5 for one, two in zip(again["loss"], metrics["loss"], strict=True))
-    print(f"{len(again)} steps, the same losses: {again['loss'].iloc[0]:.4f} … {again['loss'].iloc[-1]:.4f}")
+        for one, found in pairs[:6]
+    ]
+    return Table(title="The first six", columns=("sharding", "recompute", "batch", "peak", "a step"), rows=rows)
 
-# %%
-tk.runs()
 
 # %% [markdown]
-# ## Take it along
-#
-# The trained model is a folder that plain transformers opens.
+# Move the order. On a processor the first row changes: what needs least memory recomputes, and takes longer. The
+# seconds are the run's speed times each row's operations, without communication: right for the order, not to the
+# second.
 
 # %%
-from transformers import AutoTokenizer
+tk.vary(sorted_by, what=["memory", "time, learned from the run"])
 
-trained = AutoModelForCausalLM.from_pretrained(run.folder / "export")
-tokenizer = AutoTokenizer.from_pretrained(run.folder / "export")
-prompt = tokenizer("The ", return_tensors="pt")
-made = trained.generate(**prompt, max_new_tokens=20, do_sample=False)
-assert made.shape[1] > prompt["input_ids"].shape[1]
-print(tokenizer.decode(made[0]))
+# %% tags=["check"]
+by_memory, by_time = sorted_by("memory").rows, sorted_by("time, learned from the run").rows
+assert GPU or by_memory[0] != by_time[0]
+assert GPU or {"full", "none"} == {by_memory[0][1], by_time[0][1]}
+
+# %% [markdown]
+# ## The rule
+#
+# **Save every √(2 · C · F) seconds**, where C is the time that a checkpoint costs you and F the time between two
+# failures (Young 1974). More often, and you wait for the disk; less often, and a crash costs you more. Move both. The
+# toolkit's own default, `save_seconds=1800`, is right for a failure every few days.
+
+
+# %%
+def lost(checkpoint_seconds, hours_between_failures):
+    failures = 3600 * hours_between_failures
+    best = math.sqrt(2 * checkpoint_seconds * failures)
+    intervals = [best * 2 ** (power / 4) for power in range(-12, 13)]
+    shares = [(each / 60, 100 * (checkpoint_seconds / each + each / 2 / failures)) for each in intervals]
+    return curve({"lost": shares}, title=f"Save every {format_seconds(best)}", x="minutes between", y="% of the time")
+
+
+tk.vary(lost, checkpoint_seconds=[0.1, 1, 10, 60, 300], hours_between_failures=[1, 6, 24, 72, 240])
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# A rank is killed: by a system short of memory, by a scheduler, by you. The others cannot go on without it. Here we
+# kill rank 1 ourselves, in a run that saves a checkpoint every few steps.
+
+# %%
+crashed = tk.launch("toolkit.finetune", "ddp", **{**request, "steps": 8}, **batch, save_every=3)
+wait_for(crashed, 4)
+message = kill_rank(crashed, RANKS - 1)
+print(message)
+
+# %% [markdown]
+# The message names the rank and the signal, and the command that continues. Steps after the last checkpoint are done
+# again, with the same rows. (`restarts=3` in `tk.launch` does this for you.)
+
+# %%
+repaired = tk.resume(crashed.folder)
+repaired.wait()
+repaired.metrics[["step", "loss", "attempt"]]
+
+# %% tags=["check"]
+assert f"rank {RANKS - 1}" in message
+assert "SIGKILL" in message
+assert repaired.status == "finished"
+assert list(repaired.metrics["step"]) == list(range(1, 9))
+assert set(repaired.metrics["attempt"]) == {0, 1}
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. Put a text of your own in the place of `DATA`, and a model of yours in the place of `MODEL`. Ask for the plan
-#    again before you run anything.
-# 2. `tk.plan(spec, "8x H100-80GB", global_batch=64)` plans for a machine that you do not have. Which strategy comes
-#    first, and why is it not the one with the least memory?
-# 3. Launch the second of the corrected plan. Is its step as long as was said? What was left out?
-# 4. Launch with `steps=1000`, call `run.stop()` while it goes on, and then `tk.resume(run.folder)`. From which step
-#    does it go on?
-# 5. Restart the kernel while a run goes on, and find it again with `tk.runs()` and `tk.attach`.
+# 1. All your runs lie in `runs/`. List them, and find yours again after a restart of the kernel.
+# 2. How many rows can a T4 read at once before the small model no longer fits?
+# 3. Which precision did your run compute in, and why?
+
+# %% tags=["solution"]
+tk.runs()  # tk.attach(folder) shows one again
+
+# %% tags=["solution"]
+rows = 1
+while need("T4", 2 * rows).fits:
+    rows *= 2
+print(f"{rows:,} rows of {SEQ_LEN} tokens fit, {2 * rows:,} do not.")
+
+# %% tags=["solution"]
+# `auto` takes bf16 where the device computes it natively, fp16 on other GPUs, and fp32 on a processor without bf16.
+print(
+    f"The run computed in {run.strategy.precision}; this device computes natively in {', '.join(tk.hardware().device.dtypes)}."
+)
+
+# %% [markdown]
+# ## Next
+#
+# You saw that training takes many times the model's own size.
+# [02_where_the_memory_goes](02_where_the_memory_goes.ipynb) takes it apart.

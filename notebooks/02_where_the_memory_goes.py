@@ -1,12 +1,10 @@
 # %% [markdown]
 # # Where the memory goes
 #
-# Training a model takes several times what the model weighs. Five things share the memory: **parameters**,
-# **gradients**, **optimizer states**, **activations** and **logits**. Each is examined separately here: computed,
-# forecast, measured. Then the same arithmetic tells what 7 billion parameters need, what their checkpoint weighs,
-# what ZeRO shards away, and what gradient accumulation saves.
+# The weights of a model fit on your card, and its training does not. What else takes the memory, and which of it can
+# you make smaller?
 
-# %%
+# %% tags=["install"]
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
 import importlib.metadata
 import importlib.util
@@ -22,397 +20,380 @@ if importlib.util.find_spec("toolkit") is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
+# %% [markdown]
+# ## Before you start
+#
+# - **You know** how to launch a run ([01_first_run](01_first_run.ipynb)), and that a forward pass is followed by a
+#   backward pass and a step of the optimizer.
+# - **You can then** compute the memory of a training on paper, tell which part is too large, and repair a run that is
+#   out of memory.
+# - **Time** about 3 minutes on two processor cores.
+# - **Hardware** a processor is enough. A T4 or an L4 takes a larger model; the forecast below says how much of it.
+#
+# Words that you meet here:
+#
+# | word | meaning |
+# |---|---|
+# | parameters | the numbers that are trained; weights |
+# | gradients | for each parameter, the direction of the next step |
+# | optimizer states | what AdamW keeps for each parameter: two running averages, its *moments* |
+# | master | a copy of the weights in fp32, where the model computes in 16 bits |
+# | activations | what the forward keeps because the backward needs it |
+# | logits | one number for each token and each word of the vocabulary, before the loss |
+# | micro-batch | the rows that a rank reads at once |
+# | buffer, workspace | memory that a library takes for messages between ranks, or during one operation |
+# | reserved | what the allocator took from the card, used or not |
+
 # %%
 import toolkit as tk
 
 tk.environment()
 
+# %% [markdown]
+# Change these values and run everything again.
+
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
-WIDTH = 1024 if GPU else 256  # hidden size: 0.15B parameters on a GPU, of 15 GiB at the least, 5M on a processor
+WIDTH = 1024 if GPU else 256  # hidden size: 0.15B parameters on a GPU, 5M on a processor
 LAYERS = 12 if GPU else 4
 SEQ_LEN = 512 if GPU else 128
-BATCHES = [1, 2, 4, 8]  # micro-batches; the largest is the global batch of the last section
+BATCHES = [1, 2, 4, 8]  # micro-batches; the largest is the global batch of the section on accumulation
 VOCABULARIES = [4096, 16384, 65536] if GPU else [4096, 8192, 16384]
 STEPS = 3
 GPUS = 64  # of the ZeRO figure
+CRASH_ROWS = 4096 if GPU else 64  # rows that are too many in «When it goes wrong»
 
-# %% [markdown]
-# ## A step as a staircase
-#
-# Nothing but torch here: a model as `tk.load` gives it, AdamW, one step. After each line of the step we add up
-# the tensors that are there. What the forward keeps for the backward is seen by autograd's own hook.
-
-# %%
+# %% tags=["helper"]
+import contextlib
 import dataclasses
+import gc
 import json
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import torch
-from IPython.display import HTML
 from transformers import LlamaConfig
 
-from toolkit.core.charts import Bar, bars, curve, figure
+from toolkit.core.charts import Bar, bars, figure
 from toolkit.core.display import Table
-from toolkit.core.units import GiB, MiB, format_bytes, format_count
+from toolkit.core.units import GiB, format_bytes, format_count
 from toolkit.data import embedded_files
+from toolkit.run_folder.heartbeat import read_beats
 from toolkit.training.preflight import random_model
 from toolkit.training.step_profile import StepProfiles
 
-shape = {
+Path("runs").mkdir(exist_ok=True)
+SHAPE = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH * 11 // 4,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": WIDTH // 64,
     "num_key_value_heads": WIDTH // 128,
-    "vocab_size": VOCABULARIES[0],
     "max_position_embeddings": 4096,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MODEL = random_model("model", LlamaConfig(**shape))
-spec = tk.describe(MODEL)
+MODELS = {
+    words: random_model(f"runs/words-{words}-{WIDTH}x{LAYERS}", LlamaConfig(**SHAPE, vocab_size=words))
+    for words in VOCABULARIES
+}
+pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
+_ = Path("runs/pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+plain = tk.Strategy(precision="fp32", activation_checkpointing="none", loss="whole")
+spec = tk.describe(MODELS[VOCABULARIES[0]])
 P = spec.elements
 
-plain = tk.Strategy(precision="fp32", activation_checkpointing="none")
-train_config = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
-accelerator = tk.accelerator(plain, train_config, spec)
-model, tokenizer = tk.load(accelerator)
-model.to(accelerator.device)
-optimizer = torch.optim.AdamW(model.parameters())
-ids = torch.randint(3, 4096, (BATCHES[-1], SEQ_LEN), device=accelerator.device)
-print(f"{format_count(P)} parameters, {ids.numel():,} tokens")
 
-# %%
-saved = {}
+class Step:
+    """One training step in plain torch, stopped after each line to add up the tensors that are there."""
 
+    def __init__(self, rows):
+        accelerator = tk.accelerator(plain, tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=rows), spec)
+        self.model = tk.load(accelerator)[0].to(accelerator.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.ids = torch.randint(3, 4096, (rows, SEQ_LEN), device=accelerator.device)
+        self.saved = {}
 
-def keep(tensor):
-    """Called with everything that the forward keeps for the backward."""
-    storage = tensor.untyped_storage()
-    kind = "logits" if tensor.shape[-1:] == (spec.vocab,) and tensor.is_floating_point() else "activations"
-    saved[storage.data_ptr()] = (kind, storage.nbytes())
-    return tensor
+    def keep(self, tensor):
+        """Called by autograd with everything that the forward keeps for the backward."""
+        storage = tensor.untyped_storage()
+        kind = "logits" if tensor.shape[-1:] == (spec.vocab,) and tensor.is_floating_point() else "activations"
+        self.saved[storage.data_ptr()] = (kind, storage.nbytes())
+        return tensor
 
+    def forward(self):
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
+            return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
 
-def total(tensors):
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def held():
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {key: value for key, value in saved.items() if key not in own}
-    return {
-        "parameters": total(model.parameters()),
-        "gradients": total(parameter.grad for parameter in model.parameters()),
-        "optimizer": total(
-            tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim() > 0
-        ),
-        "activations": sum(size for kind, size in kept.values() if kind == "activations"),
-        "logits": sum(size for kind, size in kept.values() if kind == "logits"),
-    }
+    def held(self):
+        total = lambda tensors: sum(tensor.nbytes for tensor in tensors if tensor is not None)  # noqa: E731
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        kept = [pair for key, pair in self.saved.items() if key not in own]
+        states = self.optimizer.state.values()
+        return {
+            "parameters": total(self.model.parameters()),
+            "gradients": total(parameter.grad for parameter in self.model.parameters()),
+            "optimizer": total(tensor for state in states for tensor in state.values() if tensor.dim() > 0),
+            "activations": sum(size for kind, size in kept if kind == "activations"),
+            "logits": sum(size for kind, size in kept if kind == "logits"),
+        }
 
 
-# %%
-def forward():
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
+def stairs(rows):
+    """What is held after each line of the first step and of the second one's forward."""
+    step = Step(rows)
+    found = {"loaded": step.held()}
+    loss = step.forward()
+    found["forward"] = step.held()
+    loss.backward()
+    step.saved.clear()
+    found["backward"] = step.held()
+    step.optimizer.step()
+    found["optimizer's step"] = step.held()
+    step.optimizer.zero_grad()
+    found["gradients freed"] = step.held()
+    loss = step.forward()
+    found["next forward"] = step.held()
+    return found
 
 
-stairs = {"loaded": held()}
-loss = forward()
-stairs["after the forward"] = held()
-loss.backward()
-saved.clear()
-stairs["after the backward"] = held()
-optimizer.step()
-stairs["after the optimizer's step"] = held()
-optimizer.zero_grad()
-stairs["between steps"] = held()
-loss = forward()
-stairs["after the next forward"] = held()
+measured_stairs = {rows: stairs(rows) for rows in BATCHES}
+gc.collect()
 
-assert stairs["loaded"]["parameters"] == 4 * P  # fp32
-assert stairs["after the backward"]["gradients"] == 4 * P  # one number a parameter
-assert stairs["after the optimizer's step"]["optimizer"] == 8 * P  # two moments a parameter, from the first step on
-assert stairs["between steps"]["gradients"] == 0
 
-# %%
-parts = list(stairs["loaded"])
-HTML(
-    figure(
-        bars([Bar(label=when, parts=found) for when, found in stairs.items()], title="Measured, tensor by tensor"),
-        Table(
-            columns=("when", *parts),
-            rows=[(when, *(format_bytes(found[part]) for part in parts)) for when, found in stairs.items()],
-        ),
+def staircase(rows):
+    found = measured_stairs[rows]
+    table = Table(
+        columns=("after", *found["loaded"]),
+        rows=[(when, *map(format_bytes, parts.values())) for when, parts in found.items()],
     )
-)
+    return figure(bars([Bar(label=when, parts=parts) for when, parts in found.items()], title="Measured"), table)
+
 
 # %% [markdown]
-# Sixteen bytes a parameter (4 weight, 4 gradient, 8 moments) are there at the same time, whatever the batch.
-# Activations and logits come and go with every micro-batch. From the second step on the moments are there from
-# the beginning: with many tokens the highest point lies where the forward ends and the backward begins.
+# ## One step, line by line
+#
+# **Your guess:** how many bytes does a training need for each parameter, before it has read a single row? The model
+# here is in fp32, 4 bytes a number.
+#
+# Below, a training step runs in plain PyTorch. After each line, the bytes of all tensors are added up. Move the rows,
+# and see which colours grow.
+
+# %%
+tk.vary(staircase, rows=BATCHES, start={"rows": BATCHES[-1]}, title="What is held after each line of a step")
+
+# %% tags=["check"]
+for found in measured_stairs.values():
+    assert found["loaded"]["parameters"] == 4 * P
+    assert found["optimizer's step"]["optimizer"] == 8 * P  # two moments a parameter, from the first step on
+    assert found["gradients freed"]["gradients"] == 0
+first, last = measured_stairs[BATCHES[0]], measured_stairs[BATCHES[-1]]
+assert first["backward"]["gradients"] == last["backward"]["gradients"] == 4 * P
+kept = {rows: found["forward"]["activations"] + found["forward"]["logits"] for rows, found in measured_stairs.items()}
+assert abs(kept[BATCHES[-1]] / kept[BATCHES[0]] / (BATCHES[-1] / BATCHES[0]) - 1) < 0.1  # proportional to the rows
+
+# %% [markdown]
+# Sixteen bytes a parameter are there whatever you do: 4 weight, 4 gradient, 8 moments. Activations and logits come and
+# go with each micro-batch, and grow with its tokens. The highest point lies where a forward ends.
 #
 # ## The same step, forecast
 #
-# `tk.forecast` knows that without running it; `tk.profile_steps` runs three steps in this process and lets the
-# allocator say what was there. (`transient` is measured as one part: all that is not parameters or optimizer.)
+# `tk.forecast` computes these bytes without running anything. Change the length, the rows, the attention kernel and
+# the precision:
 
 # %%
-import gc
-
-del model, optimizer, loss, accelerator
-saved.clear()
-gc.collect()
-
-# Short documents, so that a row holds several: pieces of Python's own sources.
-pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
-Path("pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-run_config = tk.RunConfig(model=MODEL, data="pieces.jsonl")
-step = tk.profile_steps(plain, train_config, run_config)
-
-assert step.parts["parameters"] == 4 * P
-assert step.parts["optimizer"] == 8 * P
-assert 0.95 < step.ratio < 1.05
-step
+batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
+knobs = ["seq_len", "micro_batch", "attention", "precision", "activation_checkpointing"]
+tk.explore("memory", spec, None if GPU else "1x cpu", plain, batch, controls=knobs)
 
 # %% [markdown]
-# ## Activations grow with the tokens
-#
-# States do not know the batch; what the forward keeps is proportional to it.
+# Is it true? `tk.profile_steps` trains for a few steps in this process, and lets the allocator say what was there.
 
 # %%
-trials = {
-    batch: tk.profile_steps(plain, dataclasses.replace(train_config, micro_batch=batch), run_config)
-    for batch in BATCHES
-}
+data = tk.RunConfig(model=MODELS[VOCABULARIES[0]], data="runs/pieces.jsonl")
+tk.profile_steps(plain, batch, data)
 
 
-def kept(trial):
-    """Activations and logits at the end of a forward: measured, and forecast."""
-    states = trial.parts["parameters"] + trial.parts["optimizer"]
-    return trial.phases["forward"] - states, trial.forecast.phases["forward"] - states
+# %% tags=["helper"]
+def profile(words, loss, rows=BATCHES[-1], accumulation=1):
+    strategy = dataclasses.replace(plain, loss=loss)
+    train_config = dataclasses.replace(batch, micro_batch=rows, accumulation=accumulation)
+    return tk.profile_steps(strategy, train_config, dataclasses.replace(data, model=MODELS[words]))
 
 
-for batch, trial in trials.items():
-    measured, expected = kept(trial)
-    assert trial.parts["parameters"] + trial.parts["optimizer"] == 12 * P
-    assert abs(measured / (batch * kept(trials[BATCHES[0]])[0] / BATCHES[0]) - 1) < 0.1  # proportional
-    assert abs(expected / measured - 1) < 0.05
+losses = ("whole", "chunked")
+vocabularies = {(words, loss): profile(words, loss) for words in VOCABULARIES for loss in losses}
+splits = {rows: profile(VOCABULARIES[0], "whole", rows, BATCHES[-1] // rows) for rows in BATCHES}
 
-lines = {
-    "measured": [(batch, kept(trial)[0] / MiB) for batch, trial in trials.items()],
-    "forecast": [(batch, kept(trial)[1] / MiB) for batch, trial in trials.items()],
-    "weights and moments": [(batch, 12 * P / MiB) for batch in trials],
-}
-rows = [(batch, *(format_bytes(size) for size in kept(trial))) for batch, trial in trials.items()]
-HTML(
-    figure(
-        curve(
-            lines,
-            title="What a forward keeps",
-            x=f"micro-batch, of {SEQ_LEN} tokens each",
-            y="MiB",
-            spell_y="{:,.0f}".format,
-        ),
-        Table(columns=("micro-batch", "measured", "forecast"), rows=rows),
-    )
-)
+
+def forward_bytes(trial):
+    """Activations and logits where the forward ends, measured."""
+    return trial.phases["forward"] - trial.parts["parameters"] - trial.parts["optimizer"]
+
 
 # %% [markdown]
-# ## Logits
+# ## Logits, the part that estimates forget
 #
-# The last layer writes one number for each token and each word of the vocabulary, and the loss makes copies of
-# it. With checkpointing on, and the vocabularies of today, this is often the largest part of all, and most
-# estimates leave it out. How many bytes for each logit?
+# The last layer writes one number for each token and each word, in fp32, and the loss needs a copy. With today's
+# vocabularies of 128,000 words this is often the largest part of all. Move the vocabulary. Then let the loss be
+# computed in chunks: the same loss, and the whole table is never there.
+
 
 # %%
-logits = {}
-for vocabulary in VOCABULARIES:
-    folder = random_model(f"vocabulary-{vocabulary}", LlamaConfig(**{**shape, "vocab_size": vocabulary}))
-    logits[vocabulary] = tk.profile_steps(plain, train_config, dataclasses.replace(run_config, model=folder))
+def with_words(words, loss):
+    return vocabularies[words, loss]
 
+
+tk.vary(with_words, words=VOCABULARIES, loss=losses, start={"words": VOCABULARIES[-1], "loss": "whole"})
+
+# %% tags=["check"]
 smallest, largest = VOCABULARIES[0], VOCABULARIES[-1]
-more = (largest - smallest) * train_config.micro_batch * train_config.seq_len
-measured, expected = ((kept(logits[largest])[at] - kept(logits[smallest])[at]) / more for at in (0, 1))
-
-assert abs(expected / measured - 1) < 0.05
-assert measured >= 8  # the logits themselves in fp32, and their softmax for the backward
-print(f"bytes for each logit, where the forward ends: {measured:.1f} measured, {expected:.1f} forecast")
-HTML(
-    bars(
-        [Bar(label=f"{vocabulary:,} words", parts=trial.forecast.parts) for vocabulary, trial in logits.items()],
-        title="The peak with larger vocabularies, forecast",
-    )
+tokens = (largest - smallest) * BATCHES[-1] * SEQ_LEN
+a_logit = (forward_bytes(vocabularies[largest, "whole"]) - forward_bytes(vocabularies[smallest, "whole"])) / tokens
+assert a_logit >= 8  # the logits in fp32, and their softmax for the backward
+assert all(0.95 < trial.ratio < 1.05 for (_, loss), trial in vocabularies.items() if loss == "whole")
+assert vocabularies[largest, "chunked"].peak_bytes < vocabularies[largest, "whole"].peak_bytes
+assert all(
+    abs(one - two) < 1e-3
+    for one, two in zip(vocabularies[largest, "whole"].losses, vocabularies[largest, "chunked"].losses, strict=True)
 )
 
-# %% [markdown]
-# ## Seven billion parameters
-#
-# The same arithmetic, and the same forecast, for a model that this machine could not hold. Its config is enough,
-# and nothing of it runs.
+# %% tags=["helper"]
+RULES = {
+    "fp32, or bf16 with fp32 weights": {"parameters": 4, "gradients": 4, "AdamW's two moments": 8},
+    "everything in bf16 (bf16_pure)": {"parameters": 2, "gradients": 2, "AdamW's two moments": 4},
+    "only to use it, in bf16": {"parameters": 2},
+}
 
-# %%
-llama_7b = LlamaConfig(
+
+def gigabytes(size):
+    return f"{size / 1e9:,.1f} GB"
+
+
+def states(billions, keep):
+    rule = RULES[keep]
+    rows = [
+        (what, size, gigabytes(size * billions * 1e9), format_bytes(size * billions * 1e9))
+        for what, size in rule.items()
+    ]
+    rows.append(
+        (
+            "all",
+            sum(rule.values()),
+            *(spell(sum(rule.values()) * billions * 1e9) for spell in (gigabytes, format_bytes)),
+        )
+    )
+    notes = ("1 GB is 10⁹ bytes, as in articles. 1 GiB is 2³⁰ bytes, as CUDA counts: 7% more.",)
+    return Table(
+        title=f"{billions}B parameters", columns=("what", "bytes each", "in GB", "in GiB"), rows=rows, notes=notes
+    )
+
+
+LLAMA_7B = LlamaConfig(
     hidden_size=4096,
     intermediate_size=11008,
     num_hidden_layers=32,
     num_attention_heads=32,
-    num_key_value_heads=32,
     vocab_size=32000,
     max_position_embeddings=4096,
 )
-seven = tk.describe(llama_7b)
-one = tk.forecast(
-    seven, tk.Strategy(precision="bf16"), "A100-80GB", tk.TrainConfig(seq_len=2048, micro_batch=1), one_document=True
-)
-rule = {
-    "weights to use, in bf16": 2,
-    "weights to train, in fp32": 4,
-    "gradients, in fp32": 4,
-    "AdamW's two moments, in fp32": 8,
-}
-training = sum(list(rule.values())[1:]) * seven.elements
-
-assert seven.elements == 6_738_415_616  # what the published weights of Llama 2 7B hold
-assert training == 16 * seven.elements > 80 * GiB  # no A100 holds it
-assert not one.fits
-assert one.peak_bytes > training * 0.75
-Table(
-    title=f"{format_count(seven.elements)} parameters",
-    columns=("what", "bytes a parameter", "all"),
-    rows=[(what, size, format_bytes(size * seven.elements)) for what, size in rule.items()],
-    notes=(f"To train: {format_bytes(training)}, and activations and logits on top.",),
-)
-
-# %%
-one
+Path("runs/llama-7b").mkdir(exist_ok=True)
+LLAMA_7B.save_pretrained("runs/llama-7b")
 
 # %% [markdown]
-# ### The rule of 56 GB
+# ## Seven billion parameters
 #
-# Many guides give 56 GB for full fine-tuning of a 7B model. They count two bytes for everything: weights, gradients and
-# each of AdamW's moments in bf16. The toolkit calls that `bf16_pure`. Here one step of torch's AdamW shows the bytes of each.
+# The same arithmetic for a model that this machine cannot hold. Many guides say «56 GB for full fine-tuning of a 7B
+# model». Find the setting that gives 56, and the one that gives 112.
 
 # %%
+tk.vary(states, billions=[1, 3, 7, 13, 34, 70], keep=list(RULES), start={"billions": 7, "keep": next(iter(RULES))})
+
+# %% [markdown]
+# The 56 GB keep weights, gradients and moments in bf16. That costs accuracy
+# ([05_precision](05_precision.ipynb)). And the table counts states alone. The forecast adds the rest, for
+# Llama 2 7B:
+
+# %%
+seven = tk.describe("runs/llama-7b")
+one_row = tk.TrainConfig(seq_len=2048, micro_batch=1)
+controls = ["precision", "devices", "sharding", "seq_len"]
+tk.explore("memory", seven, "1x A100-80GB", tk.Strategy(precision="bf16"), one_row, controls=controls)
+
+# %% tags=["check"]
+one = tk.forecast(seven, tk.Strategy(precision="bf16"), "A100-80GB", one_row, one_document=True)
+pure = tk.forecast(seven, tk.Strategy(precision="bf16_pure"), "A100-80GB", one_row, one_document=True)
+assert seven.elements == 6_738_415_616  # what the published weights of Llama 2 7B hold
+assert 16 * seven.elements > 80 * GiB  # no A100 holds it
+assert not one.fits
+assert [size * 7 for size in RULES["everything in bf16 (bf16_pure)"].values()] == [14, 14, 28]
+assert pure.parts["parameters"] == 2 * seven.elements
+assert pure.parts["optimizer"] == 4 * seven.elements
+assert pure.fits
 layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 adamw = torch.optim.AdamW(layer.parameters())
 layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
 adamw.step()
-state = adamw.state[layer.weight]
-each = {
-    "weights": layer.weight.nbytes / layer.weight.numel(),
-    "gradients": layer.weight.grad.nbytes / layer.weight.numel(),
-    "AdamW's two moments": (state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes) / layer.weight.numel(),
+moments = adamw.state[layer.weight]
+assert (layer.weight.nbytes, layer.weight.grad.nbytes) == (2 * 64 * 64, 2 * 64 * 64)
+assert moments["exp_avg"].nbytes + moments["exp_avg_sq"].nbytes == 4 * 64 * 64
+
+
+# %% tags=["helper"]
+def checkpoint_of(run):
+    """Bytes of a run's newest checkpoint on disk."""
+    newest = sorted((run.folder / "checkpoints").glob("step-*"))[-1]
+    return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+
+
+def checkpoint_sizes(billions):
+    rows = [
+        ("bf16 weights, fp32 weights, two moments: what many frameworks write", 14, gigabytes(14e9 * billions)),
+        ("fp32 weights, two moments: what the toolkit writes", 12, gigabytes(12e9 * billions)),
+        ("bf16 weights alone: what is published", 2, gigabytes(2e9 * billions)),
+    ]
+    return Table(title=f"{billions}B parameters", columns=("saved", "bytes each", "all"), rows=rows)
+
+
+# %% [markdown]
+# ## Its checkpoint
+#
+# To go on exactly where it stopped, a run needs the weights in fp32 and both moments: 12 bytes a parameter. Gradients
+# are computed again. First, the small model's checkpoint is weighed.
+
+# %%
+request = {
+    "model": data.model,
+    "data": data.data,
+    "processes": 1,
+    "steps": 1,
+    "save_every": 1,
+    "seq_len": SEQ_LEN,
+    "micro_batch": 1,
 }
-gigabytes_of_7b = {what: size * 7e9 / 1e9 for what, size in each.items()}
-pure = tk.forecast(
-    seven,
-    tk.Strategy(precision="bf16_pure"),
-    "A100-80GB",
-    tk.TrainConfig(seq_len=2048, micro_batch=1),
-    one_document=True,
-)
-
-assert list(gigabytes_of_7b.values()) == [14, 14, 28]
-assert sum(gigabytes_of_7b.values()) == 56
-assert pure.parts["parameters"] == 2 * seven.elements
-assert pure.parts["optimizer"] == 4 * seven.elements
-assert pure.peak_bytes > 0.9 * 8 * seven.elements  # and activations, logits and buffers on top
-assert pure.fits
-Table(
-    title="7 billion parameters, everything in bf16",
-    columns=("what", "bytes a parameter", "GB"),
-    rows=[(what, f"{size:g}", f"{gigabytes_of_7b[what]:g}") for what, size in each.items()],
-    notes=(
-        f"In all {sum(gigabytes_of_7b.values()):g} GB. Masters and moments in fp32, as above, make it {16 * 7} GB.",
-        f"The forecast of Llama 2 7B in bf16_pure: a peak of {pure.peak_bytes / 1e9:.1f} GB.",
-    ),
-)
+saved = tk.launch("toolkit.finetune", "none", **request, save=False).wait()
+print(f"{format_count(P)} parameters: {format_bytes(12 * P)} by the rule, {format_bytes(checkpoint_of(saved))} on disk")
 
 # %% [markdown]
-# ### Its checkpoint
-#
-# To go on exactly where it stopped, a run needs the fp32 weights and both moments: twelve bytes a parameter.
-# Gradients are computed again. What is published at the end is the weights alone. Here a real checkpoint of the small
-# model is written and weighed. Frameworks that save the bf16 weights beside the fp32 ones write fourteen bytes.
+# Now choose a larger model. What frameworks write differs by the 16-bit copy of the weights.
 
 # %%
-from toolkit.checkpoints import CheckpointWriter, identify
-from toolkit.training.optimizers import make_optimizer, make_schedule
+tk.vary(checkpoint_sizes, billions=[1, 7, 13, 70], start={"billions": 70})
 
-loop_one = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=1, steps=1, lr=1e-3)
-accelerator = tk.accelerator(plain, loop_one, spec)
-model, tokenizer = tk.load(accelerator)
-optimizer = make_optimizer(model, loop_one)
-schedule = make_schedule(optimizer, loop_one)
-model, optimizer, schedule = tk.prepare(accelerator, model, optimizer, schedule)
-ours = tk.prepared(accelerator, (model, optimizer))
-saver = CheckpointWriter(ours, schedule, Path("checkpoints"), identify(spec, plain, "no data"), versions={})
-saver.save(1)
-saver.wait_published(1)
-written = sum(file.stat().st_size for file in Path("checkpoints").rglob("*") if file.is_file())
-expected = step.forecast.checkpoint_bytes
-
-assert expected == 12 * P
+# %% tags=["check"]
+assert 1 <= checkpoint_of(saved) / (12 * P) < 1.05
 assert one.checkpoint_bytes == 12 * seven.elements
-assert 1 <= written / expected < 1.05
-Table(
-    columns=("model", "checkpoint, forecast", "on disk", "its weights in bf16"),
-    rows=[
-        (format_count(P), format_bytes(expected), format_bytes(written), format_bytes(2 * P)),
-        (format_count(seven.elements), format_bytes(one.checkpoint_bytes), "–", format_bytes(2 * seven.elements)),
-    ],
-)
+assert [row[2] for row in checkpoint_sizes(70).rows] == ["980.0 GB", "840.0 GB", "140.0 GB"]
 
-# %%
-llama_70b = LlamaConfig(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-)
-seventy = tk.describe(llama_70b)
-eight_nodes = tk.forecast(
-    seventy,
-    tk.Strategy(sharding="zero3", precision="bf16"),
-    "8 nodes x 8x H100-80GB",
-    tk.TrainConfig(seq_len=2048, micro_batch=1),
-    one_document=True,
-)
-ours_each = eight_nodes.checkpoint_bytes / seventy.elements
-with_bf16_copy = ours_each + torch.bfloat16.itemsize
-checkpoints_70b = {what: size * 70e9 / 1e9 for what, size in (("usual", with_bf16_copy), ("ours", ours_each))}
-
-assert (with_bf16_copy, ours_each) == (14, 12)
-assert checkpoints_70b == {"usual": 980, "ours": 840}
-Table(
-    title="A checkpoint of 70 billion parameters",
-    columns=("what is saved", "bytes a parameter", "GB"),
-    rows=[
-        ("bf16 weights, fp32 weights, two moments", f"{with_bf16_copy:g}", f"{checkpoints_70b['usual']:g}"),
-        ("fp32 weights, two moments: the toolkit's", f"{ours_each:g}", f"{checkpoints_70b['ours']:g}"),
-    ],
-)
-
-# %% [markdown]
-# ## ZeRO: who holds how much
-#
-# The figure of the ZeRO paper (Rajbhandari et al. 2020, figure 1): 7.5 billion parameters in mixed precision, 2
-# bytes of weights, 2 of gradients and 12 of optimizer states (an fp32 copy and the two moments) each. Stage 1
-# shards the optimizer states over the GPUs, stage 2 the gradients too, stage 3 the weights too.
-
-# %%
+# %% tags=["helper"]
 STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
 def zero(parameters, gpus, stage):
-    """Bytes of states on one GPU."""
+    """Bytes of states on one GPU, as the paper counts them."""
     return {
         "parameters": 2 * parameters / (gpus if stage >= 3 else 1),
         "gradients": 2 * parameters / (gpus if stage >= 2 else 1),
@@ -420,163 +401,176 @@ def zero(parameters, gpus, stage):
     }
 
 
-def gigabytes(size):
-    return f"{size / 1e9:,.1f} GB"
-
-
-def zero_figure(gpus, parameters=7.5e9):
-    found = {name: zero(parameters, gpus, stage) for name, stage in STAGES.items()}
+def zero_figure(gpus, billions):
+    found = {name: zero(billions * 1e9, gpus, stage) for name, stage in STAGES.items()}
     rows = [(name, *map(gigabytes, parts.values()), gigabytes(sum(parts.values()))) for name, parts in found.items()]
-    drawn = bars(
+    picture = bars(
         [Bar(label=name, parts=parts) for name, parts in found.items()],
-        title=f"States of {format_count(parameters)} parameters on each of {gpus} GPU{'s' if gpus > 1 else ''}",
+        title=f"States of {billions}B parameters on each of {gpus} GPUs",
         limit=tk.hardware("A100-80GB").device.total_bytes,
         limit_label="an A100-80GB has",
         spell=gigabytes,
     )
-    columns = ("", "parameters", "gradients", "optimizer", "all")
-    return HTML(figure(drawn, Table(columns=columns, rows=rows)))
+    return figure(picture, Table(columns=("", "parameters", "gradients", "optimizer", "all"), rows=rows))
 
-
-# %%
-published = {"DDP": 120, "ZeRO-1": 31.4, "ZeRO-2": 16.6, "ZeRO-3": 1.9}  # GB, in the paper
-for name, size in published.items():
-    computed = sum(zero(7.5e9, 64, STAGES[name]).values()) / 1e9
-    assert abs(computed - size) < 0.05
-zero_figure(GPUS)
 
 # %% [markdown]
-# Move the slider (it needs a running kernel; above stands the picture for one number of GPUs, below the curve
-# over all of them).
-
-# %%
-if importlib.util.find_spec("ipywidgets"):
-    import ipywidgets
-
-    numbers = [2**power for power in range(11)]
-    slider = ipywidgets.SelectionSlider(options=numbers, value=min(GPUS, numbers[-1]), description="GPUs")
-    ipywidgets.interact(zero_figure, gpus=slider, parameters=ipywidgets.fixed(7.5e9))
-
-# %%
-powers = range(11)
-shares = {
-    name: [(power, sum(zero(7.5e9, 2**power, stage).values())) for power in powers] for name, stage in STAGES.items()
-}
-for name, points in shares.items():
-    sizes = [size for _, size in points]
-    assert sizes == sorted(sizes, reverse=True)
-    floor = {"DDP": 16, "ZeRO-1": 4, "ZeRO-2": 2, "ZeRO-3": 0}[name] * 7.5e9
-    assert sizes[-1] - floor < 0.01 * sizes[0]  # what no number of GPUs shards away
-HTML(
-    curve(
-        shares, title="States on each GPU", x="GPUs, as a power of 2", y="bytes of 7.5B parameters", spell_y=gigabytes
-    )
-)
-
-# %% [markdown]
-# ### What engines hold today
+# ## Shared by many GPUs
 #
-# The paper counts states. A forecast counts what DeepSpeed really holds, gathers and copies in a step, and the
-# activations. The 7B model again, on as many A100 as the figure:
+# If several GPUs train one model, why should each hold all sixteen bytes? ZeRO shares them out: stage 1 the optimizer
+# states, stage 2 the gradients too, stage 3 the weights too. This is figure 1 of its paper (Rajbhandari et al. 2020),
+# which counts 2 bytes of weights, 2 of gradients and 12 of optimizer. Move the GPUs:
 
 # %%
-nodes = max(1, GPUS // 8)
-machine = f"{nodes} nodes x 8x A100-80GB"
+powers, sizes = [2**power for power in range(11)], [1, 7.5, 13, 70]
+tk.vary(zero_figure, gpus=powers, billions=sizes, start={"gpus": GPUS, "billions": 7.5}, title="ZeRO")
+
+# %% tags=["check"]
+published = {"DDP": 120, "ZeRO-1": 31.4, "ZeRO-2": 16.6, "ZeRO-3": 1.9}  # GB on 64 GPUs, in the paper
+computed = {name: sum(zero(7.5e9, 64, stage).values()) / 1e9 for name, stage in STAGES.items()}
+assert max(abs(computed[name] - published[name]) for name in STAGES) < 0.05
+
+# %% [markdown]
+# The paper counts states. Engines also gather, copy and keep activations. The forecast has all of it, for the 7B model
+# on as many A100 as you like:
+
+# %%
+sharded = tk.Strategy(sharding="zero3", precision="bf16")
+tk.explore("memory", seven, "8 nodes x 8x A100-80GB", sharded, one_row, controls=["sharding", "devices", "micro_batch"])
+
+# %% tags=["check"]
 words = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
-sharded = {
-    name: tk.forecast(
-        seven,
-        tk.Strategy(sharding=word, precision="bf16"),
-        machine,
-        tk.TrainConfig(seq_len=2048, micro_batch=1),
-        one_document=True,
-    )
+many = {
+    name: tk.forecast(seven, tk.Strategy(sharding=word, precision="bf16"), "8 nodes x 8x A100-80GB", one_row)
     for name, word in words.items()
 }
-HTML(
-    bars(
-        [Bar(label=name, parts=found.parts) for name, found in sharded.items()],
-        title=f"Llama 2 7B on {8 * nodes} A100: the fullest rank at its peak, forecast",
-        limit=sharded["DDP"].limit_bytes,
-        limit_label="an A100-80GB has",
-    )
-)
-
-# %%
-paper = {name: sum(zero(seven.elements, 8 * nodes, stage).values()) for name, stage in STAGES.items()}
-peaks = {name: found.peak_bytes for name, found in sharded.items()}
-
-assert not sharded["DDP"].fits
-assert all(sharded[name].fits for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
-assert all(peaks[name] > paper[name] for name in STAGES)  # states are not all
-assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
-Table(
-    columns=("", "states, by the paper", "peak, forecast", "in", "fits"),
-    rows=[
-        (
-            name,
-            format_bytes(paper[name]),
-            format_bytes(found.peak_bytes),
-            found.peak_phase,
-            "yes" if found.fits else "no",
-        )
-        for name, found in sharded.items()
-    ],
-    notes=(
-        "DDP keeps weights, gradients and moments in fp32 here: the paper's 16 bytes a parameter, and no bf16 copy.",
-        "Where the peak lies in prepare, the engine is handed the whole model in fp32, before anything is sharded.",
-    ),
-)
+assert [found.fits for found in many.values()] == [False, True, True, True]
+assert all(found.peak_bytes > sum(zero(seven.elements, 64, STAGES[name]).values()) for name, found in many.items())
+assert len({found.peak_bytes for found in many.values()}) == 4
 
 # %% [markdown]
 # ## Gradient accumulation
 #
-# A global batch need not go through the model at once. `accumulation` micro-batches add up their gradients before
-# one optimizer step: the same batch, the same loss, the same step. What the forward keeps shrinks with the
-# micro-batch; states stay, and so do the gradients of the micro-batches before.
+# A batch need not go through the model at once. `accumulation` micro-batches add up their gradients before one step of
+# the optimizer: the same batch, the same loss, less memory. Each line below learned from the same rows.
+
 
 # %%
-largest = BATCHES[-1]
-ways = {
-    f"{micro} x {largest // micro}": tk.profile_steps(
-        plain, dataclasses.replace(train_config, micro_batch=micro, accumulation=largest // micro), run_config
+def splitting(rows):
+    return StepProfiles(
+        title=f"{BATCHES[-1]} rows at once, and in micro-batches of {rows}",
+        trials={f"{each} x {BATCHES[-1] // each}": splits[each] for each in (BATCHES[-1], rows)},
     )
-    for micro in reversed(BATCHES)
-}
-whole, *split = ways.values()
-gradients = 4 * P  # of the micro-batches before: there while the next one goes forward
-keeps = {
-    trial.forecast.train_config.micro_batch: kept(trial)[0]
-    - (gradients if trial.forecast.train_config.accumulation > 1 else 0)
-    for trial in ways.values()
-}
 
-for trial in split:
-    assert all(abs(one - other) < 1e-4 for one, other in zip(whole.losses, trial.losses, strict=True))  # the same steps
-    assert [step.tokens for step in trial.steps] == [step.tokens for step in whole.steps]
-    assert trial.parts["optimizer"] == whole.parts["optimizer"]
-for micro, size in keeps.items():
-    assert abs(size / micro / (keeps[largest] / largest) - 1) < 0.1  # proportional to the micro-batch
-StepProfiles(title=f"A global batch of {largest}: micro-batch x accumulation", trials=ways)
+
+tk.vary(splitting, rows=BATCHES[:-1], start={"rows": BATCHES[0]})
+
+# %% tags=["check"]
+whole = splits[BATCHES[-1]]
+assert max(abs(a - b) for trial in splits.values() for a, b in zip(whole.losses, trial.losses, strict=True)) < 1e-4
+assert {trial.parts["optimizer"] for trial in splits.values()} == {8 * P}
+assert forward_bytes(splits[BATCHES[0]]) < forward_bytes(whole)
+
+# %% [markdown]
+# ## The rule
+#
+# **Training takes 16 bytes a parameter, and what the forward keeps of one micro-batch.** If the first number is too
+# large, share it (ZeRO-3, FSDP) or train fewer parameters (LoRA). If the second is too large, take fewer rows and
+# accumulate, compute the loss in chunks, or recompute activations.
 
 # %%
-HTML(
-    curve(
-        {name: list(enumerate(trial.losses, start=1)) for name, trial in ways.items()},
-        title="The loss does not know how the batch was split",
-        x="step",
-        y="nats a token",
-    )
-)
+print(f"Your model: 16 x {format_count(P)} = {format_bytes(16 * P)}, whatever the batch.")
+print(f"Each row of {SEQ_LEN} tokens adds {format_bytes(kept[BATCHES[-1]] / BATCHES[-1])}.")
+
+
+# %% tags=["helper"]
+def cap_ranks(run, size):
+    """Let the ranks of a run take so many bytes: a processor has no card that is full. Ends with the run."""
+
+    def watch():
+        while run.alive:
+            for beat in read_beats(run.folder / "logs").values():
+                with contextlib.suppress(psutil.Error, ProcessLookupError, ValueError):
+                    process = psutil.Process(beat.pid)
+                    if process.rlimit(psutil.RLIMIT_DATA)[0] != size:
+                        process.rlimit(psutil.RLIMIT_DATA, (size, size))
+            time.sleep(0.1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+PYTHON = 700 * 2**20  # bytes that Python and its libraries take of a rank's address space
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# You ask for too many rows. The forecast says so before the launch:
+
+# %%
+too_many = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=CRASH_ROWS, steps=2)
+machine = tk.hardware() if GPU else tk.hardware("1x cpu", host_memory="600MiB")
+warning = tk.forecast(spec, plain, machine, too_many)
+print(warning.reason)
+
+# %% [markdown]
+# You launch all the same. `on_oom="shrink"` is the repair: a rank that runs out of memory is started again with half
+# the micro-batch and twice the accumulation, until it fits. The batch that the model learns from stays the same.
+
+# %%
+request = {**request, "steps": 2, "save_every": 0, "micro_batch": CRASH_ROWS}
+choices = {"on_oom": "shrink", "save": False, "memory_window": False, "precision": "fp32", "loss": "whole"}
+survived = tk.launch("toolkit.finetune", "none", **request, **choices)
+if not GPU:
+    cap_ranks(survived, PYTHON + machine.device.free_bytes // 2)
+survived.wait()
+
+
+# %% tags=["helper"]
+def attempts(run):
+    record = json.loads((run.folder / "run.json").read_text())
+    config = record["train_config"]
+    print(f"{run.status} with {config['micro_batch']} rows x {config['accumulation']}, asked for {CRASH_ROWS} x 1")
+    return config
+
+
+# %% [markdown]
+# What did it end with?
+
+# %%
+settled = attempts(survived)
+
+# %% tags=["check"]
+assert not warning.fits
+assert survived.status == "finished"
+assert settled["micro_batch"] < CRASH_ROWS
+assert settled["micro_batch"] * settled["accumulation"] == CRASH_ROWS
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. Set `activation_checkpointing="full"` in `plain`. Which step of the staircase changes, and by how much?
-# 2. The gradients of a micro-batch of 1 are as large as those of 8. Why does accumulation not shrink them, and
-#    what would?
-# 3. How many GPUs does ZeRO-3 need until the states of 70 billion parameters fit an A100-80GB? Find it with
-#    `zero`, then ask `tk.forecast` what else has to fit.
-# 4. `tk.Strategy(precision="bf16_pure")` halves the sixteen bytes. Forecast the 7B model with it on one H100, and
-#    read in [05_precision](05_precision.ipynb) what it costs.
-# 5. Put your own model's `config.json` in place of `llama_7b`.
+# 1. How many A100-80GB does ZeRO-3 need until the states of 70 billion parameters fit? Use the rule, and half a card
+#    for the rest.
+# 2. The gradients of a micro-batch of 1 are as large as those of 8. What would make them smaller?
+# 3. At which vocabulary are the logits of one row larger than all sixteen bytes of your model?
+
+# %% tags=["solution"]
+gpus = 1
+while 16 * 70e9 / gpus > tk.hardware("A100-80GB").device.total_bytes / 2:
+    gpus += 1
+print(f"{gpus} GPUs hold {gigabytes(16 * 70e9 / gpus)} each.")
+
+# %% tags=["solution"]
+# There is one gradient for each trained parameter. Fewer trained parameters (LoRA), 2 bytes each (bf16_pure), or a share
+# of them on each rank (ZeRO-2 and 3) make them smaller. Accumulation and micro-batches do not.
+print(
+    f"{format_bytes(first['backward']['gradients'])} for 1 row, {format_bytes(last['backward']['gradients'])} for {BATCHES[-1]}"
+)
+
+# %% tags=["solution"]
+print(f"At {16 * P / (8 * SEQ_LEN):,.0f} words: {a_logit:.0f} bytes a logit, {SEQ_LEN} tokens.")
+
+# %% [markdown]
+# ## Next
+#
+# You know what takes the memory. [03_load_a_large_model](03_load_a_large_model.ipynb) shows how a model that fits on no
+# single device is read, and which choices are made while it loads.

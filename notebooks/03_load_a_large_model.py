@@ -1,12 +1,10 @@
 # %% [markdown]
 # # Load a large model
 #
-# `tk.load` makes six choices before a model trains: the attention kernel, the precision, the KV cache, the pad
-# token, activation checkpointing, and what a mixture of experts needs. Here each is switched on and off. What it
-# costs is **forecast** first, then **measured** in this very kernel: bytes as the allocator counts them, seconds
-# by the clock.
+# A model of 70 billion parameters is larger than any card. Who reads which part of it, on which hardware, and which
+# choices are made before the first step?
 
-# %%
+# %% tags=["install"]
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
 import importlib.metadata
 import importlib.util
@@ -22,74 +20,77 @@ if importlib.util.find_spec("toolkit") is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
+# %% [markdown]
+# ## Before you start
+#
+# - **You know** the parts of the memory ([02_where_the_memory_goes](02_where_the_memory_goes.ipynb)).
+# - **You can then** tell how many ranks a model needs to be read, choose attention, cache and padding, compare cards, and
+#   see in a preview what a chat template trains.
+# - **Time** about 3 minutes on two processor cores.
+# - **Hardware** a processor is enough: the large models are described and forecast, and a small one is measured.
+
 # %%
 import toolkit as tk
 
 tk.environment()
 
+# %% [markdown]
+# Change these values and run everything again.
+
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
-WIDTH = 1024 if GPU else 256  # hidden size: 0.15B parameters on a GPU, of 15 GiB at the least, 5M on a processor
+WIDTH = 1024 if GPU else 256  # hidden size: 0.15B parameters on a GPU, 5M on a processor
 LAYERS = 12 if GPU else 4
 SEQ_LEN = 512 if GPU else 256
 MICRO_BATCH = 4
-STEPS = 8 if GPU else 5  # three are measured, those behind them tell the time
+STEPS = 8 if GPU else 4  # three are measured, those behind them tell the time
 LENGTHS = [256, 512, 1024, 2048]
 NEW_TOKENS = 128 if GPU else 32
 
-# %% [markdown]
-# ## A large model, before a weight is read
-#
-# A model's config is enough to know its parameters. `tk.describe` builds the modules on torch's *meta* device:
-# shapes without memory.
-
-# %%
+# %% tags=["helper"]
+import dataclasses
+import gc
+import json
+import os
 import time
+from array import array
+from pathlib import Path
 
 import torch
-from IPython.display import HTML
 from transformers import LlamaConfig, MixtralConfig
 
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
-from toolkit.core.units import GiB, MiB, format_bytes, format_count
+from toolkit.core.errors import ToolkitError
+from toolkit.core.units import GiB, MiB, format_bytes
+from toolkit.data import embedded_files
+from toolkit.devices.gpu_catalog import CARDS
 from toolkit.measurement import peak_memory
+from toolkit.training.preflight import random_model
 from toolkit.training.step_profile import StepProfiles
 
+Path("runs").mkdir(exist_ok=True)
 KIND = tk.hardware().device.kind
-grouped = {"num_attention_heads": 64, "num_key_value_heads": 8}
-llama_70b = LlamaConfig(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-    **grouped,
-)
-began = time.perf_counter()
-described = tk.describe(llama_70b)
-took = time.perf_counter() - began
-touched = peak_memory(lambda: tk.describe(llama_70b), KIND)
+grouped = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+LLAMAS = {
+    "8B": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        **{**grouped, "num_attention_heads": 32},
+    ),
+    "70B": LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, **grouped),
+    "405B": LlamaConfig(
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        **{**grouped, "num_attention_heads": 128},
+    ),
+}
+for size, config in LLAMAS.items():
+    config.save_pretrained(f"runs/llama-{size}")
 
-assert described.elements == 70_553_706_496  # what the published weights of Llama 3 70B hold
-assert touched < described.elements / 1000  # of all these parameters next to no byte was allocated
-print(f"{format_count(described.elements)} parameters in {took:.1f} s, {format_bytes(touched)} allocated")
-described
-
-# %% [markdown]
-# ## The model of this notebook
-#
-# Small enough to train here, and made like one from the Hub: a folder with `config.json`, weights as safetensors
-# (random ones) and a tokenizer. With a network, `MODEL = "Qwen/Qwen3-0.6B"` does as well.
-
-# %%
-import json
-from pathlib import Path
-
-from toolkit.data import embedded_files
-from toolkit.training.preflight import random_model
-
-shape = {
+SHAPE = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH * 11 // 4,
     "num_hidden_layers": LAYERS,
@@ -101,407 +102,493 @@ shape = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-MODEL = random_model("dense", LlamaConfig(**shape))
-spec = tk.describe(MODEL)
-
-# Short documents, so that a row holds several: pieces of Python's own sources.
+EXPERTS, ACTIVE = 8, 2
+narrow = {**SHAPE, "intermediate_size": WIDTH}
+experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": ACTIVE, "sliding_window": None}
+SMALL = {
+    name: random_model(f"runs/{name}-{WIDTH}x{LAYERS}", config)
+    for name, config in {
+        "dense": LlamaConfig(**SHAPE),
+        "as wide as the active experts": LlamaConfig(**{**narrow, "intermediate_size": ACTIVE * WIDTH}),
+        "experts": MixtralConfig(**narrow, **experts),
+    }.items()
+}
 pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
-Path("pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-RECIPE = tk.RunConfig(model=MODEL, data="pieces.jsonl")
-LOOP = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
-
-print(f"{format_count(spec.elements)} parameters, {len(pieces):,} documents")
+_ = Path("runs/pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
 
 # %% [markdown]
-# ## One step, forecast and measured
+# ## A large model, before a weight is read
 #
-# `tk.profile_steps` trains for a few steps in this process. Before it loads a byte it asks `tk.forecast` what will
-# happen; the table shows both, and their ratio.
-
-# %%
-plain = tk.Strategy(precision="fp32", attention="sdpa", activation_checkpointing="none")
-base = tk.profile_steps(plain, LOOP, RECIPE)
-
-assert 0.95 < base.ratio < 1.05
-base
-
-# %% [markdown]
-# `tk.load` says what it did, a line each:
-
-# %%
-for note in base.notes:
-    print(note)
-
-assert any("KV cache off" in note for note in base.notes)
-
-# %% [markdown]
-# ## Attention backends
+# **Your guess:** how long does it take to know every parameter of a model of 70 billion, and how many bytes?
 #
-# The same function, computed in two ways. `eager` writes down the scores of every token with every other, head by
-# head: N² numbers a layer, kept for the backward. `sdpa` is torch's `scaled_dot_product_attention`: its kernel
-# computes the scores block by block and keeps none. (`flash_attention_2` and `flash_attention_3` do the same in
-# kernels of their own; `auto` takes the best that is installed.)
+# `tk.describe` reads the config and builds the modules on torch's *meta* device: shapes without memory.
+
 
 # %%
-import dataclasses
+def described(size):
+    return tk.describe(f"runs/llama-{size}")
 
 
-def switched(**changes):
-    return tk.profile_steps(dataclasses.replace(plain, **changes), LOOP, RECIPE)
+tk.vary(described, size=list(LLAMAS))
+
+# %% tags=["check"]
+touched = peak_memory(lambda: described("70B"), KIND)
+assert described("70B").elements == 70_553_706_496  # what the published weights of Llama 3 70B hold
+assert described("8B").elements == 8_030_261_248
+assert touched < described("70B").elements / 1000  # of all these parameters next to no byte was allocated
 
 
-attention = {"sdpa": base, "eager": switched(attention="eager")}
+# %% tags=["helper"]
+def who_reads(size, ranks, sharding):
+    found = tk.forecast(
+        described(size),
+        tk.Strategy(sharding=sharding, precision="bf16"),
+        f"{ranks // 8} nodes x 8x H100-80GB" if ranks > 8 else f"{ranks}x H100-80GB",
+        tk.TrainConfig(seq_len=2048, micro_batch=1),
+        advice=False,
+    )
+    phases = {phase: found.phases[phase] for phase in ("load", "prepare", "forward", "backward", "step", "save")}
+    picture = bars(
+        [Bar(label=phase, parts={phase: bytes_}) for phase, bytes_ in phases.items()],
+        title=f"Llama {size}, {sharding}: a rank's highest need by phase",
+        limit=found.limit_bytes,
+        limit_label="an H100 has",
+    )
+    verdict = "fits" if found.fits else "does not fit"
+    rows = [(phase, format_bytes(bytes_)) for phase, bytes_ in phases.items()]
+    return figure(picture, Table(columns=("phase", f"of each of {ranks} ranks: {verdict}"), rows=rows))
 
-assert attention["eager"].phases["forward"] > attention["sdpa"].phases["forward"]
-assert all(0.95 < trial.ratio < 1.05 for trial in attention.values())
-assert all(
-    abs(one - other) < 1e-3 for one, other in zip(attention["sdpa"].losses, attention["eager"].losses, strict=True)
-)  # the same function
-StepProfiles(title="Attention: sdpa and eager", trials=attention)
 
 # %% [markdown]
-# ### O(N²) against O(N)
+# ## Who reads what
 #
-# How the memory of a forward grows with the length N of one sequence. Only what the forward itself keeps counts,
-# not the weights.
+# Under `ddp` every rank takes the whole model: the host reads it, and `prepare` copies it onto the card. Under `zero3`
+# each rank keeps its own share of every matrix as it arrives, and never holds more than that and one whole matrix. Under
+# `fsdp` it does so on the host. Look at `load` and `prepare`, and move the ranks.
 
 # %%
-import gc
+shardings = ["ddp", "zero2", "zero3", "fsdp"]
+tk.vary(
+    who_reads,
+    size=list(LLAMAS),
+    ranks=[8, 16, 32, 64, 128],
+    sharding=shardings,
+    start={"ranks": 64, "sharding": "zero3"},
+)
+
+# %% tags=["check"]
+h100s = "8 nodes x 8x H100-80GB"
+row = tk.TrainConfig(seq_len=2048, micro_batch=1)
+reading = {
+    word: tk.forecast(described("70B"), tk.Strategy(sharding=word, precision="bf16"), h100s, row) for word in shardings
+}
+share, matrix = 2 * described("70B").elements / 64, 4 * LLAMAS["70B"].vocab_size * LLAMAS["70B"].hidden_size
+assert reading["ddp"].phases["prepare"] >= 16 * described("70B").elements
+assert abs(reading["zero3"].phases["load"] / (share + matrix) - 1) < 0.02
+assert [found.fits for found in reading.values()] == [False, False, True, True]
+
+# %% tags=["helper"]
+# On-chip caches (L2; AMD: Infinity Cache) in MiB: NVIDIA's architecture white papers, and AMD's of CDNA 2 and 3.
+CACHES = {
+    "T4": 4, "V100-32GB": 6, "RTX-3090": 6, "RTX-4090": 72, "L4": 48, "A100-80GB": 40, "H100-80GB": 50, "H200-141GB": 50,
+    "MI250X-64GB": 8, "MI300X-192GB": 256,
+}  # fmt: skip
 
 
+def chain(following, reads=200_000):
+    """ns of a read that must wait for the last one, interpreter included."""
+    numbers, at = array("q", following.numpy().tobytes()), 0
+    began = time.perf_counter()
+    for _ in range(reads):
+        at = numbers[at]
+    return (time.perf_counter() - began) / reads * 1e9
+
+
+def this_processor():
+    """The last cache, and two measured figures: GB/s of a long copy, and ns of a read from memory that waits for the last."""
+    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    cache = levels[-1].read_text().strip().replace("K", " KiB") if levels else "–"
+    source = torch.ones(2**26)
+    target, copies = source.clone(), 4
+    began = time.perf_counter()
+    for _ in range(copies):
+        target.copy_(source)
+    bandwidth = 2 * copies * source.nbytes / (time.perf_counter() - began) / 1e9
+    scattered, ordered = torch.randperm(2**24), torch.arange(1, 2**24 + 1) % 2**24
+    latency = chain(scattered) - chain(ordered)
+    return cache, bandwidth, latency
+
+
+cache, bandwidth, latency = this_processor()
+
+
+def precisions(card):
+    if card.capability is None:
+        return "fp16, bf16, fp32, fp64"
+    names = [
+        "fp16",
+        *(["bf16", "TF32"] if card.capability >= (8, 0) else []),
+        *(["fp8"] if card.capability >= (8, 9) else []),
+    ]
+    return ", ".join([*names, "fp32"])
+
+
+def hardware_table(compared_with):
+    rows = [
+        ("this processor", f"{os.cpu_count()} cores", "–", f"{bandwidth:,.0f} GB/s", cache, f"{latency:,.0f} ns", "–")
+    ]
+    base = CARDS[compared_with]
+    for name, mib in CACHES.items():
+        card = CARDS[name]
+        speed = f"{card.tflops_half:g} ({card.tflops_half / base.tflops_half:.1f} x)"
+        rows.append(
+            (name, f"{card.gib:.0f} GiB", speed, f"{card.memory:,.0f} GB/s", f"{mib} MiB", "–", precisions(card))
+        )
+    columns = ("", "memory", f"TFLOPS in 16 bits (x: {compared_with}'s)", "bandwidth", "cache", "latency", "precisions")
+    note = (
+        "GPUs: data sheets. This processor is measured here: a long copy by one thread, and a chain of scattered reads, each of "
+        "which waits for the last, less the same in order. A GPU hides latency behind thousands of threads; a processor cannot."
+    )
+    return Table(title="Hardware", columns=columns, rows=rows, notes=(note,))
+
+
+# %% [markdown]
+# ## The hardware it goes to
+#
+# Two figures decide: how many operations a second a card does, and how many bytes a second its memory gives. Divide
+# them: that many operations each byte must be good for, or the card waits for its memory.
+
+# %%
+tk.vary(hardware_table, compared_with=list(CACHES), start={"compared_with": "A100-80GB"})
+
+# %% [markdown]
+# What is not in the catalog is refused by name, not guessed. Try another one:
+
+
+# %%
+def forecast_on(device):
+    return f"{tk.hardware(device).label} is in the catalog."
+
+
+tk.vary(forecast_on, device=["MI250X", "MI300X", "TPU v5e", "Cerebras CS-3", "ROCm"], start={"device": "TPU v5e"})
+
+
+# %% tags=["check"]
+def refused(name):
+    try:
+        tk.hardware(name)
+    except ToolkitError as error:
+        return str(error)
+    return ""
+
+
+assert "PyTorch/XLA" in refused("TPU v5e")
+assert "own software" in refused("Cerebras CS-3")
+assert "Name the card" in refused("ROCm")
+assert not refused("8x MI250X")
+
+# %% tags=["helper"]
+plain = tk.Strategy(precision="fp32", attention="sdpa", activation_checkpointing="none", loss="whole")
+batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+data = tk.RunConfig(model=SMALL["dense"], data="runs/pieces.jsonl")
+
+
+def profile(run_config=data, **changes):
+    return tk.profile_steps(dataclasses.replace(plain, **changes), batch, run_config)
+
+
+half = "bf16" if "bf16" in tk.hardware().device.dtypes or not GPU else "fp16"
+base = profile()
+PAIRS = {
+    "attention: sdpa or eager": {"sdpa": base, "eager": profile(attention="eager")},
+    f"precision: fp32 or {half}": {"fp32": base, half: profile(precision=half)},
+    "activations: kept or recomputed": {"kept": base, "recomputed": profile(activation_checkpointing="full")},
+    "loss: whole or in chunks": {"whole": base, "chunked": profile(loss="chunked")},
+    "rows: packed or padded": {"packed": base, "padded": profile(dataclasses.replace(data, packing=False))},
+    "experts: dense or 2 of 8": {
+        "dense": profile(dataclasses.replace(data, model=SMALL["as wide as the active experts"])),
+        "experts": profile(dataclasses.replace(data, model=SMALL["experts"])),
+    },
+}
+
+# %% [markdown]
+# ## Six choices, each on and off
+#
+# `tk.load` and the recipe decide these before the first step. Each pair was forecast, then trained for a few steps in
+# this kernel. Choose a switch, and compare the two lines:
+#
+# - **sdpa** computes attention block by block; **eager** writes down a score for each pair of tokens.
+# - **bf16** halves activations and leaves the fp32 weights; on a processor without native bf16 it is slower.
+# - **Packed** rows hold several documents, none of which sees another. Padded ones hold one, and waste the rest.
+# - **Experts**: a token passes through 2 of 8, but all 8 are held, with gradients and moments.
+
+
+# %%
+def switch(choice):
+    return StepProfiles(title=choice, trials=PAIRS[choice])
+
+
+tk.vary(switch, choice=list(PAIRS), start={"choice": next(iter(PAIRS))})
+
+
+# %% tags=["check"]
+def kept(trial):
+    """What the forward keeps beside the states: activations and logits."""
+    return trial.phases["forward"] - trial.parts["parameters"] - trial.parts["optimizer"]
+
+
+attention, precision, activations, loss, rows, moe = (list(pair.values()) for pair in PAIRS.values())
+copies = 2 * tk.describe(SMALL["dense"]).elements  # autocast keeps bf16 weights
+specs = [tk.describe(SMALL[name]) for name in ("as wide as the active experts", "experts")]
+assert kept(attention[1]) > kept(attention[0])
+assert kept(precision[1]) - copies < kept(precision[0])
+assert kept(activations[1]) < kept(activations[0])
+assert loss[1].peak_bytes <= loss[0].peak_bytes
+assert sum(step.tokens for step in rows[0].steps) > sum(step.tokens for step in rows[1].steps)
+assert moe[1].parts["parameters"] > 1.5 * moe[0].parts["parameters"]
+assert abs(specs[1].active_elements / specs[0].elements - 1) < 0.01
+assert all(0.9 < trial.ratio < 1.1 for pair in PAIRS.values() for trial in pair.values())
+assert (
+    max(abs(a - b) for pair in (attention, activations) for a, b in zip(pair[0].losses, pair[1].losses, strict=True))
+    < 1e-3
+)
+
+# %% [markdown]
+# The same choices at 8 billion parameters on eight H100, as a forecast. Take back one after the other:
+
+# %%
+chosen = tk.Strategy(sharding="zero3", precision="bf16", attention="sdpa", activation_checkpointing="full")
+two_rows = tk.TrainConfig(seq_len=8192, micro_batch=2)
+knobs = ["attention", "precision", "activation_checkpointing", "seq_len", "micro_batch"]
+tk.explore("memory", described("8B"), "8x H100-80GB", chosen, two_rows, controls=knobs)
+
+
+# %% tags=["check"]
+def at_8b(**changes):
+    return tk.forecast(described("8B"), dataclasses.replace(chosen, **changes), "8x H100-80GB", two_rows)
+
+
+assert at_8b().fits
+assert not at_8b(activation_checkpointing="none").fits
+assert at_8b(attention="eager").peak_bytes > at_8b().peak_bytes
+assert at_8b(precision="fp32").peak_bytes > at_8b().peak_bytes
+
+
+# %% tags=["helper"]
 def kept_forecast(kernel, length):
     """Activations and logits of one sequence's forward."""
-    asked = dataclasses.replace(plain, attention=kernel)
-    found = tk.forecast(
-        spec, asked, train_config=tk.TrainConfig(seq_len=length, micro_batch=1), ranks=1, one_document=True
+    strategy, one = dataclasses.replace(plain, attention=kernel), tk.TrainConfig(seq_len=length, micro_batch=1)
+    spec = tk.describe(SMALL["dense"])
+    return (
+        tk.forecast(spec, strategy, ranks=1, train_config=one, one_document=True).phases["forward"] - 12 * spec.elements
     )
-    states = 3 * 4 * spec.elements  # fp32 weights and the two moments of AdamW
-    return found.phases["forward"] - states
 
 
-def kept_measured(kernel, lengths):
-    accelerator = tk.accelerator(dataclasses.replace(plain, attention=kernel), tk.TrainConfig(), spec)
+def kept_measured(kernel):
+    accelerator = tk.accelerator(
+        dataclasses.replace(plain, attention=kernel), tk.TrainConfig(), tk.describe(SMALL["dense"])
+    )
     model, _ = tk.load(accelerator)
     model.to(accelerator.device)
     found = []
-    for length in lengths:
+    for length in LENGTHS:
         ids = torch.ones((1, length), dtype=torch.long, device=accelerator.device)
         found.append(peak_memory(lambda ids=ids: model(input_ids=ids, labels=ids, use_cache=False).loss, KIND))
     return found
 
 
-forecast, measured = {}, {}
-for kernel in ("sdpa", "eager"):
-    forecast[kernel] = [kept_forecast(kernel, length) for length in LENGTHS]
-    measured[kernel] = kept_measured(kernel, LENGTHS)
-    gc.collect()
+expected = {kernel: [kept_forecast(kernel, length) for length in LENGTHS] for kernel in ("sdpa", "eager")}
+measured = {kernel: kept_measured(kernel) for kernel in ("sdpa", "eager")}
+gc.collect()
 
-# %%
-rows = [
-    (length, *(format_bytes(found[kernel][at]) for kernel in ("sdpa", "eager") for found in (forecast, measured)))
-    for at, length in enumerate(LENGTHS)
-]
-lines = {
-    f"{kernel}, {name}": [(length, size / MiB) for length, size in zip(LENGTHS, found[kernel], strict=True)]
-    for kernel in ("eager", "sdpa")
-    for name, found in (("forecast", forecast), ("measured", measured))
-}
-HTML(
-    figure(
-        curve(lines, title="What a forward keeps", x="tokens of the sequence", y="MiB", spell_y="{:,.0f}".format),
-        Table(columns=("tokens", "sdpa, forecast", "measured", "eager, forecast", "measured"), rows=rows),
+
+def growth(kernel):
+    lines = {
+        name: [(length, size / MiB) for length, size in zip(LENGTHS, found[kernel], strict=True)]
+        for name, found in (("forecast", expected), ("measured", measured))
+    }
+    scores = [4 * (WIDTH // 64) * LAYERS * length**2 for length in LENGTHS]
+    rows = [
+        (length, format_bytes(size), format_bytes(score) if kernel == "eager" else "0 B")
+        for length, size, score in zip(LENGTHS, measured[kernel], scores, strict=True)
+    ]
+    picture = curve(lines, title=f"What a forward keeps, {kernel}", x="tokens", y="MiB", spell_y="{:,.0f}".format)
+    return figure(
+        picture, Table(columns=("tokens", "measured", "of it scores: 4 bytes x heads x layers x N²"), rows=rows)
     )
-)
+
 
 # %% [markdown]
-# Double the length, and what `sdpa` keeps doubles. What `eager` keeps more is one matrix of scores for each head
-# of each layer, 4 bytes × N², and a rest that is linear (keys and values, copied for every head).
+# ### Why the kernel matters more for long rows
+#
+# Double the tokens, and what `sdpa` keeps doubles. What `eager` keeps in addition is a score for each pair of tokens:
+# four times as much.
 
 # %%
-scores = [4 * spec.heads * LAYERS * length**2 for length in LENGTHS]
+tk.vary(growth, kernel=["sdpa", "eager"], start={"kernel": "eager"})
+
+# %% tags=["check"]
+scores = [4 * (WIDTH // 64) * LAYERS * length**2 for length in LENGTHS]
 rest = [eager - sdpa - own for eager, sdpa, own in zip(measured["eager"], measured["sdpa"], scores, strict=True)]
-
-for at, length in enumerate(LENGTHS):
-    times = length / LENGTHS[0]
-    assert abs(measured["sdpa"][at] / measured["sdpa"][0] / times - 1) < 0.1  # O(N)
-    assert abs(rest[at] / rest[0] / times - 1) < 0.1  # and without its scores eager is O(N) too
-for kernel in ("sdpa", "eager"):
-    assert all(abs(one / other - 1) < 0.1 for one, other in zip(forecast[kernel], measured[kernel], strict=True))
-Table(
-    columns=("tokens", "sdpa", "+ scores, computed", "+ the rest", "= eager"),
-    rows=[
-        (length, *map(format_bytes, sizes))
-        for length, *sizes in zip(LENGTHS, measured["sdpa"], scores, rest, measured["eager"], strict=True)
-    ],
+times = [length / LENGTHS[0] for length in LENGTHS]
+assert (
+    max(abs(size / measured["sdpa"][0] / factor - 1) for size, factor in zip(measured["sdpa"], times, strict=True))
+    < 0.1
+)
+assert max(abs(size / rest[0] / factor - 1) for size, factor in zip(rest, times, strict=True)) < 0.1
+assert all(
+    abs(one / two - 1) < 0.1 for kernel in expected for one, two in zip(expected[kernel], measured[kernel], strict=True)
 )
 
-# %% [markdown]
-# ## bf16
-#
-# Under `bf16` the forward computes in half the bytes, while trained weights, their gradients and the optimizer
-# stay in fp32: activations shrink, states do not. In one process the forward also keeps a bf16 copy of the
-# weights (autocast's cache), so it pays off with many tokens. `bf16_pure` keeps everything in bf16: half of the
-# states, and updates smaller than about 1/256 of a weight are lost ([05_precision](05_precision.ipynb)). A
-# processor without native bf16 saves bytes and takes longer: `auto` chooses bf16 only where it is native. (A GPU
-# that does not compute bf16 gets fp16 here.)
 
-# %%
-native = tk.hardware().device.dtypes
-words = ("bf16", "bf16_pure") if "bf16" in native or not GPU else ("fp16",)
-halves = {"fp32": base} | {word: switched(precision=word) for word in words}
+# %% tags=["helper"]
+def cache_bytes(layers, numbers, tokens, bytes_of_number=2):
+    """Bytes of a cache that keeps so many numbers a token and layer."""
+    return layers * numbers * tokens * bytes_of_number
 
 
-def states(trial):
-    return trial.parts["parameters"] + trial.parts["optimizer"]
+def caches(tokens, sequences):
+    """A model of Llama 3 8B's shape: 32 layers, 32 heads of 128 numbers. MLA as DeepSeek-V3's: a latent of 512, a key of 64."""
+    numbers = {
+        "MHA: 32 key-value heads": 2 * 32 * 128,
+        "GQA: 8 shared by 4 heads each": 2 * 8 * 128,
+        "MQA: 1 shared by all": 2 * 128,
+        "MLA: a latent of 512 + 64": 512 + 64,
+    }
+    sizes = {name: cache_bytes(32, each, tokens * sequences) for name, each in numbers.items()}
+    picture = bars(
+        [Bar(label=name, parts={"buffers": size}) for name, size in sizes.items()],
+        title=f"KV cache of {sequences} x {tokens:,} tokens in bf16",
+    )
+    rows = [(name, numbers[name], format_bytes(size)) for name, size in sizes.items()]
+    return figure(picture, Table(columns=("attention", "numbers a token and layer", "bytes"), rows=rows))
 
-
-def kept(trial):
-    """What the forward keeps beside the states: activations and logits."""
-    return trial.phases["forward"] - states(trial)
-
-
-copies = 2 * spec.elements
-
-for word in words:
-    if word == "bf16_pure":
-        assert states(halves[word]) == states(base) / 2
-        assert kept(halves[word]) < kept(base)
-    else:
-        assert states(halves[word]) == states(base)
-        assert kept(halves[word]) - copies < kept(base)
-assert all(0.95 < trial.ratio < 1.05 for trial in halves.values())
-StepProfiles(title="Precision", trials=halves)
-
-# %% [markdown]
-# ## Activation checkpointing
-#
-# Keep only what goes into each layer, and compute the rest again in the backward: far fewer bytes for one more
-# forward.
-
-# %%
-checkpointing = {"none": base, "full": switched(activation_checkpointing="full")}
-again = checkpointing["full"].forecast.operations / base.forecast.operations
-
-assert kept(checkpointing["full"]) < kept(base)
-assert 1 < again < 4 / 3  # of three parts (forward once, backward twice) the layers' forward comes a second time
-assert all(
-    abs(one - other) < 1e-5 for one, other in zip(base.losses, checkpointing["full"].losses, strict=True)
-)  # the same numbers
-print(f"x {again:.2f} operations")
-StepProfiles(title="Activation checkpointing", trials=checkpointing)
 
 # %% [markdown]
 # ## The KV cache
 #
-# Generating, a model keeps the keys and values of what it has read, and computes each new token alone. Training
-# never reads them again, so `tk.load` turns the cache off. Its size needs no model to know: two tensors a layer,
-# a key-value head's width for each token.
+# While it writes, a model keeps the keys and values of what it has read, and computes each new token alone. Training
+# never reads them again, so `tk.load` turns the cache off. For generation its size is a design choice: several heads
+# share their keys and values (GQA, MQA), or all are made from one small latent vector (MLA).
 
 # %%
-accelerator = tk.accelerator(plain, tk.TrainConfig(), spec)
+tk.vary(caches, tokens=[1024, 8192, 32768, 131072], sequences=[1, 8, 64], start={"tokens": 8192, "sequences": 1})
+
+# %% tags=["check"]
+accelerator = tk.accelerator(plain, tk.TrainConfig(), tk.describe(SMALL["dense"]))
 model, tokenizer = tk.load(accelerator)
 model.to(accelerator.device).eval()
-prompt = tokenizer(pieces[0], return_tensors="pt", truncation=True, max_length=SEQ_LEN).input_ids.to(accelerator.device)
 long = torch.ones((MICRO_BATCH, SEQ_LEN), dtype=torch.long, device=accelerator.device)
-
-
-def cache_bytes(config, tokens, bytes_of_number=4):
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens * bytes_of_number
-
-
-def read(use_cache):
-    with torch.no_grad():
-        return model(input_ids=long, use_cache=use_cache).past_key_values
-
-
-def generate(use_cache):
-    asked = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    began = time.perf_counter()
-    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=use_cache, **asked)
-    return time.perf_counter() - began, ids.shape[1] - prompt.shape[1]
-
-
-expected = cache_bytes(model.config, long.numel())
-cache = read(use_cache=True)
-held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-begins, ends = prompt.shape[1], prompt.shape[1] + NEW_TOKENS
-computed = {True: ends - 1, False: sum(range(begins, ends))}  # tokens that go through the model
-a_token = base.seconds / (3 * MICRO_BATCH * SEQ_LEN)  # of a step's three parts one is its forward
-timed = {use_cache: generate(use_cache) for use_cache in (True, False)}
-
+prompt = long[:1, :16]
+with torch.no_grad():
+    cache_held = model(input_ids=long, use_cache=True).past_key_values
+    assert model(input_ids=long, use_cache=False).past_key_values is None
+heads = model.config.num_key_value_heads * model.config.head_dim
 assert model.config.use_cache is False  # as tk.load left it
-assert read(use_cache=False) is None
-assert held == expected
-assert all(count == NEW_TOKENS for _, count in timed.values())
-assert computed[False] > computed[True]
-Table(
-    title=f"Reading {long.numel():,} tokens; writing {NEW_TOKENS} behind {begins}",
-    columns=("KV cache", "bytes, forecast", "measured", "tokens computed", "seconds, forecast", "measured"),
-    rows=[
-        (
-            "on" if use_cache else "off",
-            *(map(format_bytes, (expected, held)) if use_cache else ("0 B", "0 B")),
-            f"{computed[use_cache]:,}",
-            f"{computed[use_cache] * a_token:.2f}",
-            f"{took:.2f}",
+assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache_held.layers) == cache_bytes(
+    LAYERS, 2 * heads, long.numel(), 4
+)
+assert cache_bytes(32, 2 * 8 * 128, 8192) == GiB  # of Llama 3 8B
+
+
+def generated(use_cache):
+    asked = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=use_cache, **asked)
+
+
+assert torch.equal(generated(True), generated(False))  # the cache changes the work, not the words
+assert tokenizer.pad_token not in (None, tokenizer.eos_token)  # the tokenizer's own, and no weight is added
+assert model.get_input_embeddings().num_embeddings == SHAPE["vocab_size"]
+
+# %% [markdown]
+# ## The rule
+#
+# **To be read under ZeRO-3, a model needs 2 bytes a parameter divided by the ranks, and its largest matrix.** If that
+# fits, it loads; whether it trains is the sixteen bytes of the notebook before.
+
+# %%
+ranks, config = 64, LLAMAS["70B"]
+share, matrix = 2 * described("70B").elements / ranks, 4 * config.vocab_size * config.hidden_size
+print(
+    f"Llama 70B on {ranks} ranks: {format_bytes(share)} + {format_bytes(matrix)} = {format_bytes(share + matrix)} each"
+)
+
+# %% tags=["helper"]
+_ = Path("runs/chat.jsonl").write_text(
+    "".join(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": f"What is {n} + {n}?"},
+                    {"role": "assistant", "content": f"It is {2 * n}."},
+                ]
+            }
         )
-        for use_cache, (took, _) in timed.items()
-    ],
-    notes=(
-        "Seconds are forecast by operations, at a training step's speed; token by token a small model waits for its calls.",
-    ),
-)
-
-# %% [markdown]
-# ## The pad token
-#
-# Rows of a batch are equally long, so something has to fill the short ones. Many tokenizers come without a pad
-# token, and the usual remedies cost: a new token makes the vocabulary one larger (a row in the embedding and one
-# in the head, with gradients and moments), and padding with the token that ends a text hides that token from the
-# loss. `tk.load` takes the tokenizer's own, else one that is named after padding or kept in reserve, and only
-# then the end of a text. No weight is added.
-
-# %%
-from transformers import AutoTokenizer
-
-bare = AutoTokenizer.from_pretrained(MODEL)
-bare.pad_token = None
-try:
-    bare(["short", "a longer text"], padding=True)
-    refused = None
-except ValueError as error:
-    refused = str(error)
-
-larger = tk.describe(LlamaConfig(**{**shape, "vocab_size": shape["vocab_size"] + 1}))
-cost = 16 * (larger.elements - spec.elements)  # fp32 weight, gradient, two moments
-
-assert refused is not None
-assert tokenizer.pad_token_id is not None
-assert tokenizer.pad_token != tokenizer.eos_token
-assert model.get_input_embeddings().num_embeddings == spec.vocab
-assert cost == 16 * 2 * WIDTH
-print(f"Without one: {refused}\n")
-print(f"tk.load pads with {tokenizer.pad_token!r}, no weight added; one more token would take {format_bytes(cost)}.")
-
-# %% [markdown]
-# Better than padding is not to pad. Where the model keeps documents apart, rows are **packed**: several documents
-# a row, none sees another. Padded rows hold as many bytes and take as long; they only train less.
-
-# %%
-padding = {"packed": base, "padded": tk.profile_steps(plain, LOOP, dataclasses.replace(RECIPE, packing=False))}
-asked = MICRO_BATCH * SEQ_LEN
-trained = {name: sum(step.tokens for step in trial.steps) / STEPS / asked for name, trial in padding.items()}
-
-assert trained["packed"] > trained["padded"]
-assert abs(padding["padded"].peak_bytes / base.peak_bytes - 1) < 0.05
-for name, share in trained.items():
-    print(
-        f"{name}: {share:.0%} of {asked:,} tokens a step are trained, {asked * share / padding[name].seconds:,.0f} a second"
-    )
-StepProfiles(title="Packed and padded rows", trials=padding)
-
-# %% [markdown]
-# ## A mixture of experts
-#
-# A token passes through only a few of the experts, but all of them are held, with gradients and moments.
-# `tk.describe` finds experts by looking at the modules, not at a model's name. What follows from it: operations
-# are counted for the active ones, LoRA and quantization know which weights are fused, and under ZeRO-3 the block
-# is gathered whole, because ranks that route to different experts would otherwise wait for each other without end. Off is
-# the dense model, as wide as the experts that are active.
-
-# %%
-
-EXPERTS, ACTIVE = 8, 2
-narrow = {**shape, "intermediate_size": WIDTH}
-routed = MixtralConfig(**narrow, num_local_experts=EXPERTS, num_experts_per_tok=ACTIVE, sliding_window=None)
-dense = LlamaConfig(**{**narrow, "intermediate_size": ACTIVE * WIDTH})
-folders = {"dense": random_model("as_wide", dense), "experts": random_model("experts", routed)}
-experts = {
-    name: tk.profile_steps(plain, LOOP, dataclasses.replace(RECIPE, model=folder)) for name, folder in folders.items()
-}
-specs = {name: tk.describe(folder) for name, folder in folders.items()}
-
-assert specs["dense"].moe is None
-assert (specs["experts"].moe.experts, specs["experts"].moe.active) == (EXPERTS, ACTIVE)
-assert abs(specs["experts"].active_elements / specs["dense"].elements - 1) < 0.01  # as many are active
-assert states(experts["experts"]) == 12 * specs["experts"].elements  # and all are held
-assert 0.9 < experts["experts"].ratio < 1.1
-print(f"{specs['experts'].moe.block}: {format_count(specs['experts'].elements)} parameters, "
-      f"{format_count(specs['experts'].active_elements)} active")  # fmt: skip
-StepProfiles(title="A dense model, and experts of which as much is active", trials=experts)
-
-# %% [markdown]
-# ## The same choices at 8 billion parameters
-#
-# This is a forecast alone: nothing of it runs here. Llama 3 8B on eight H100 under ZeRO-3, two sequences of 8,192
-# tokens each, and one choice after the other taken back.
-
-# %%
-
-llama_8b = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-)
-eight = tk.describe(llama_8b)
-chosen = tk.Strategy(sharding="zero3", precision="bf16", attention="sdpa", activation_checkpointing="full")
-taken_back = {
-    "as tk.load sets it": {},
-    "attention eager": {"attention": "eager"},
-    "precision fp32": {"precision": "fp32"},
-    "no checkpointing": {"activation_checkpointing": "none"},
-}
-step = tk.TrainConfig(seq_len=8192, micro_batch=2)
-forecasts = {
-    name: tk.forecast(eight, dataclasses.replace(chosen, **changes), "8x H100-80GB", step)
-    for name, changes in taken_back.items()
-}
-first, *others = forecasts.values()
-
-assert eight.elements == 8_030_261_248  # what the published weights hold
-assert first.fits
-assert all(other.peak_bytes > first.peak_bytes for other in others)
-assert not forecasts["no checkpointing"].fits
-rows = [
-    (name, format_bytes(found.peak_bytes), "yes" if found.fits else "no", f"{found.timing.step_seconds:.1f} s")
-    for name, found in forecasts.items()
-]
-HTML(
-    figure(
-        bars(
-            [Bar(label=name, parts=found.parts) for name, found in forecasts.items()],
-            title="Llama 3 8B, ZeRO-3 on eight H100: the fullest rank, forecast",
-            limit=first.limit_bytes,
-            limit_label="an H100 has",
-        ),
-        Table(columns=("choice", "peak", "fits", "a step"), rows=rows),
+        + "\n"
+        for n in range(50)
     )
 )
+_ = Path("runs/chatml.jinja").write_text(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_ = Path("runs/right.jinja").write_text(
+    "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\nA: {% else %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}\n{% endif %}{% endfor %}"
+)
 
 # %% [markdown]
-# And the KV cache of one of these sequences, had it been left on:
+# ## When it goes wrong
+#
+# You fine-tune on chats with a template that you found, ChatML. The loss falls, and the model never stops talking. A
+# template belongs to a tokenizer: this one does not know `<|im_end|>` as a token. `tk.preview` shows it before the run.
+# Trained tokens are marked; read the note under the table.
+
 
 # %%
-llama_8b_cache = cache_bytes(llama_8b, 8192, bytes_of_number=2)
+def chats(template):
+    return tk.preview(SMALL["dense"], "runs/chat.jsonl", chat_template=f"runs/{template}.jinja", seq_len=128)
 
-assert llama_8b_cache == GiB
-print(f"{format_bytes(llama_8b_cache)} for 8,192 tokens in bf16")
+
+tk.vary(chats, template=["chatml", "right"], start={"template": "chatml"})
+
+# %% [markdown]
+# Move the template to `right`: it ends each answer with the tokenizer's own end token, and marks with `{% generation %}`
+# what is trained. Now a run teaches the model to stop.
+
+# %% tags=["check"]
+wrong, repaired = chats("chatml"), chats("right")
+assert any("no end token" in warning for warning in wrong.warnings)
+assert not any("no end token" in warning for warning in repaired.warnings)
+assert all(text.endswith("<|eos|>") for each in repaired.rows for text in each["trained"])
+assert repaired.counts["tokens"] < wrong.counts["tokens"]  # the strange markers are many small tokens
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. Double `MICRO_BATCH`. Which of the parts of the first picture grow, and which do not? Say it before you run
-#    it.
-# 2. At which length does `eager` keep twice as much as `sdpa`? Read it off the curve, then compute it from
-#    `WIDTH` and the number of heads.
-# 3. `tk.Strategy(precision="fp16")` is refused on a processor. Read the sentence, and do what it says.
-# 4. Give `random_model` a `LlamaConfig` with `tie_word_embeddings=True`. What does `tk.describe` say of it, and how
-#    many    bytes does it save?
-# 5. Which micro-batch still fits on one H100 with all choices as `tk.load` makes them? Ask `tk.forecast`, then
-#    `tk.plan`.
+# 1. On how many H100-80GB can Llama 405B be trained with `zero3` at all?
+# 2. At which length do the scores of `eager` take as much as all else that `sdpa` keeps?
+# 3. What would one more token in the vocabulary cost in training, for the pad token say?
+
+# %% tags=["solution"]
+ranks, big = 8, described("405B")
+while not tk.forecast(big, chosen, f"{ranks // 8} nodes x 8x H100-80GB", row, advice=False).fits:
+    ranks *= 2
+print(f"{ranks} H100 hold it, {ranks // 2} do not (in doublings).")
+
+# %% tags=["solution"]
+a_token = measured["sdpa"][-1] / LENGTHS[-1]
+print(
+    f"At {a_token / (4 * (WIDTH // 64) * LAYERS):,.0f} tokens: 4 x heads x layers x N = bytes that sdpa keeps of a token."
+)
+
+# %% tags=["solution"]
+# A row in the embedding and one in the head, with gradient and two moments each: 16 bytes x 2 x width.
+# tk.load adds none: it takes the tokenizer's own pad token, or a reserved one.
+print(f"{format_bytes(16 * 2 * WIDTH)} here, {format_bytes(16 * 2 * LLAMAS['70B'].hidden_size)} of Llama 70B")
+
+# %% [markdown]
+# ## Next
+#
+# One switch made the largest difference: recomputing activations. [04_activations](04_activations.ipynb) looks inside a
+# layer to see why.

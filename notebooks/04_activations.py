@@ -1,14 +1,10 @@
 # %% [markdown]
-# # Activations: what the backward needs, and what it costs to compute it twice
+# # Activations
 #
-# The forward computes; the backward then asks for almost everything that the forward saw. This notebook counts
-#
-# * what one layer keeps, tensor by tensor;
-# * what **activation checkpointing** does to it: keep the layer's input alone, and compute the rest a second time;
-# * what that saves and costs in a real training: forecast, then measured;
-# * where **O(√L)** comes from, and why Transformers are checkpointed layer by layer all the same.
+# The forward computes, and the backward asks for almost everything that the forward saw. Which tensors are kept, and
+# what does it cost to compute them a second time instead?
 
-# %%
+# %% tags=["install"]
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
 import importlib.metadata
 import importlib.util
@@ -24,10 +20,22 @@ if importlib.util.find_spec("toolkit") is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
+# %% [markdown]
+# ## Before you start
+#
+# - **You know** what activations are among the parts of the memory
+#   ([02_where_the_memory_goes](02_where_the_memory_goes.ipynb)), and what a Transformer's layer does.
+# - **You can then** count what a layer keeps, decide whether to recompute, and find the largest batch with and without.
+# - **Time** about 2 minutes on two processor cores.
+# - **Hardware** a processor is enough for the layers that are measured. The 8B model is a forecast.
+
 # %%
 import toolkit as tk
 
 tk.environment()
+
+# %% [markdown]
+# Change these values and run everything again.
 
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
@@ -36,48 +44,63 @@ TOKENS = 512 if GPU else 128
 BATCH = 8 if GPU else 2
 DEPTHS = (4, 9, 16, 36, 64)  # layers of the stacks that are measured
 REPEATS = 5  # of each timing; the shortest counts
-STEPS = 12  # of each of the two runs
+STEPS = 6  # of each of the two runs
 SEQ_LEN = 1024 if GPU else 256  # of a row in those runs
 MICRO_BATCH = 8
 
-# %% [markdown]
-# ## What one layer keeps
-#
-# A Transformer's layer, written out: attention and an MLP, each behind a norm, each added to what came in.
+# %% tags=["helper"]
+import math
+import time
+import warnings
+from pathlib import Path
+from pydoc_data.topics import topics
 
-# %%
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 
+from toolkit.core.charts import curve, figure
+from toolkit.core.display import Table
+from toolkit.core.units import format_bytes
+from toolkit.measurement import peak_memory
+from toolkit.training.step_profile import StepProfiles
+
+Path("runs").mkdir(exist_ok=True)
+_ = Path("runs/prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
 device = "cuda" if GPU else "cpu"
 
 
 class Layer(nn.Module):
-    """Attention and an MLP."""
+    """Attention and an MLP, each behind a norm, each added to what came in."""
 
-    def __init__(self, width, heads=4):
+    def __init__(self, width=WIDTH, heads=4, mlp="GELU", attention="sdpa", dropout=0.0):
         super().__init__()
-        self.heads = heads
+        self.heads, self.mlp, self.attention, self.dropout = heads, mlp, attention, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
+    def attend(self, q, k, v):
+        if self.attention == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+
     def forward(self, x):
         b, s, h = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        mixed = self.attend(q, k, v).transpose(1, 2).reshape(b, s, h)
+        x = x + F.dropout(self.out(mixed), self.dropout)
+        wide = self.up(self.norm2(x))
+        return x + F.dropout(self.down(F.gelu(wide) if self.mlp == "GELU" else F.relu(wide)), self.dropout)
 
 
-# %% [markdown]
-# PyTorch tells which tensors a forward saves: `saved_tensors_hooks` is called for each. Several may share one
-# storage, and the weights are there anyway, so storages are counted, each once and without the weights.
-
-
-# %%
-def saved(module, x, run):
+def kept(module, run):
     """Storages that `run(x)` keeps for its backward, the weights left out: address → (shape of the first use, bytes)."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     found = {}
@@ -91,69 +114,67 @@ def saved(module, x, run):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made = run(x)
     del made
-    return found
+    return sorted(found.values(), key=lambda pair: -pair[1])
 
 
 torch.manual_seed(0)
-layer = Layer(WIDTH).to(device)
 x = torch.randn(BATCH, TOKENS, WIDTH, device=device, requires_grad=True)
-one = x.untyped_storage().nbytes()  # the layer's input: batch x tokens x width numbers
-plain = saved(layer, x, layer)
+one = x.untyped_storage().nbytes()  # a layer's input: batch x tokens x width numbers
 
-# %%
-from IPython.display import HTML
 
-from toolkit.core.display import Table
-from toolkit.core.units import format_bytes
+def layer_keeps(mlp, attention, dropout, checkpointed):
+    layer = Layer(mlp=mlp, attention=attention, dropout=dropout).to(device)
+    run = (lambda x: checkpoint(layer, x, use_reentrant=False)) if checkpointed == "yes" else layer
+    found = kept(layer, run)
+    rows = [(" x ".join(map(str, shape)), format_bytes(size), f"{size / one:.2f}") for shape, size in found]
+    total = sum(size for _, size in found)
+    rows.append(("all", format_bytes(total), f"{total / one:.2f}"))
+    return Table(title="Kept by one layer for its backward", columns=("shape", "bytes", "in inputs"), rows=rows)
 
-rows = [
-    (" x ".join(map(str, shape)), format_bytes(size), f"{size / one:.2f}")
-    for shape, size in sorted(plain.values(), key=lambda kept: -kept[1])
-]
-inner = sum(size for _, size in plain.values()) / one
-rows.append(("all", format_bytes(inner * one), f"{inner:.2f}"))
-HTML(Table(title="Kept by one layer", columns=("shape", "bytes", "in inputs"), rows=rows).html())
+
+def inputs_kept(**options):
+    """What a layer keeps, in inputs."""
+    chosen = {"mlp": "GELU", "attention": "sdpa", "dropout": 0.0, "checkpointed": "no", **options}
+    return float(layer_keeps(**chosen).rows[-1][2])
+
+
+inner = inputs_kept()
 
 # %% [markdown]
-# The layer's input is one unit; the MLP's two wide tensors are four each; query, key and value are three. Together
-# that is 16 times the input. (Korthikanti et al. 2022 count 34 bytes for each token and unit of width in 16 bits,
-# dropout's masks included: 17 numbers. Attention's scores would come on top; the fused kernel does not keep them.)
+# ## What one layer keeps
+#
+# **Your guess:** a Transformer's layer gets one tensor and gives one tensor of the same size. How many such tensors does
+# it keep for its backward: two, six, sixteen?
+#
+# PyTorch tells which tensors a forward saves. The layer's input is the unit. Move each choice, `checkpointed` last.
 
 # %%
+options = {
+    "mlp": ["GELU", "ReLU"],
+    "attention": ["sdpa", "by hand"],
+    "dropout": [0.0, 0.1],
+    "checkpointed": ["no", "yes"],
+}
+first = {"mlp": "GELU", "attention": "sdpa", "dropout": 0.0, "checkpointed": "no"}
+tk.vary(layer_keeps, **options, start=first, title="One layer")
+
+# %% tags=["check"]
 assert 15 < inner < 19
+assert abs(inner - inputs_kept(mlp="ReLU") - 4) < 0.02  # its backward needs the output alone, which is kept anyway
+assert inputs_kept(attention="by hand") > inner
+assert inputs_kept(dropout=0.1) > inner
+assert inputs_kept(checkpointed="yes") == 1  # the input, and nothing else
 
 # %% [markdown]
-# ## What checkpointing keeps
-#
-# The same layer through `torch.utils.checkpoint`: the forward runs without keeping anything but the input. In the
-# backward it runs again, and only then are the tensors there, for this one layer.
-
-# %%
-from torch.utils.checkpoint import checkpoint
-
-kept = saved(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
-{"plain": format_bytes(inner * one), "checkpointed": format_bytes(sum(size for _, size in kept.values()))}
-
-# %%
-assert {size for _, size in kept.values()} == {one}  # the input, and nothing else
-
-# %% [markdown]
-# ## A whole stack, through time
-#
-# Below, 16 layers go forward and backward, and torch's profiler notes every allocation and release. Plain, bytes
-# climb through the forward and fall through the backward. Checkpointed, they stay low, and the backward is a row of
-# small peaks: one layer at a time.
-
-# %%
-from torch.profiler import ProfilerActivity, profile
-
-from toolkit.core.charts import curve
-from toolkit.measurement import peak_memory
+# The MLP's two wide tensors are four units each; query, key and value are three. Korthikanti et al. (2022) count 34 bytes
+# for each token and unit of width in 16 bits, dropout's masks included: 17 numbers. **Checkpointed**, the forward keeps
+# the layer's input alone. In the backward the layer runs again, and only then are its tensors there.
 
 
+# %% tags=["helper"]
 def stack_of(layers):
     """So many layers, with gradients that exist already: they are no activations, and shall not be counted."""
-    made = nn.Sequential(*(Layer(WIDTH) for _ in range(layers))).to(device)
+    made = nn.Sequential(*(Layer() for _ in range(layers))).to(device)
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return made
@@ -165,8 +186,8 @@ def step(stack, together=None):
     if together is None:
         made = stack(made)
     else:
-        for first in range(0, len(stack), together):
-            made = checkpoint(stack[first : first + together], made, use_reentrant=False)
+        for start in range(0, len(stack), together):
+            made = checkpoint(stack[start : start + together], made, use_reentrant=False)
     made.square().mean().backward()
 
 
@@ -184,71 +205,18 @@ def totals(tree):
 
 
 def timeline(run):
-    """What is allocated above the beginning: (ms, in inputs of a layer)."""
+    """What is allocated above the beginning: (share of the step's events, in inputs of a layer)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
-    found = sorted(totals(profiled.profiler.kineto_results.experimental_event_tree()))
-    began, least = found[0][0], min(total for _, total in found)
-    return [((at - began) / 1e6, (total - least) / one) for at, total in found]
+    found = [total for _, total in sorted(totals(profiled.profiler.kineto_results.experimental_event_tree()))]
+    return [(100 * at / len(found), (total - min(found)) / one) for at, total in enumerate(found)]
 
 
-deep = stack_of(16)
-step(deep)  # once before anything is measured
-ways = {"plain": None, "checkpointed, 4 layers together": 4, "checkpointed, each layer": 1}
-peaks = {name: peak(deep, together) for name, together in ways.items()}
-lines = {name: timeline(lambda together=together: step(deep, together)) for name, together in ways.items()}
-HTML(
-    curve(
-        lines, title="16 layers, forward and backward", x="ms, with the profiler's own cost", y="in inputs of a layer"
-    )
-)
-
-# %% [markdown]
-# The highest points are what the toolkit measures, too, when it watches a run:
-
-# %%
-for name, line in lines.items():
-    assert abs(max(total for _, total in line) / peaks[name] - 1) < 0.1
-assert peaks["checkpointed, each layer"] < peaks["checkpointed, 4 layers together"] < peaks["plain"] / 2
-{name: round(most) for name, most in peaks.items()}
-
-# %% [markdown]
-# ## What it costs: a third more work
-#
-# Of a layer's work the forward is one part, and the backward two: it multiplies once for the input's gradient and
-# once for the weights'. With the forward computed again that is four instead of three. PyTorch counts the
-# operations:
-
-# %%
-from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.flop_counter import FlopCounterMode
-
-
-def operations(together, early_stop):
+def operations(together, early_stop=True):
     """Floating-point operations of one step."""
     with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(early_stop):
         step(deep, together)
     return counter.get_total_flops()
-
-
-once = operations(None, True)
-more = {"the whole layer again": operations(1, False) / once - 1, "as far as needed": operations(1, True) / once - 1}
-{name: f"{share:.1%} more operations" for name, share in more.items()}
-
-# %% [markdown]
-# In practice it is less: PyTorch stops recomputing as soon as it has what the backward asks for, and nobody asks
-# for the result of a layer's last product.
-
-# %%
-assert abs(more["the whole layer again"] - 1 / 3) < 0.02
-assert more["as far as needed"] < more["the whole layer again"]
-
-# %% [markdown]
-# And the clock? It is this machine's and this hour's, so nothing is promised here. Norms and activation functions
-# count as no operations and take time all the same. The shortest of a few alternating steps:
-
-# %%
-import time
 
 
 def seconds(together):
@@ -260,29 +228,55 @@ def seconds(together):
     return time.perf_counter() - began
 
 
-took = {name: [] for name in ways}
-for _ in range(REPEATS):
-    for name, together in ways.items():
-        took[name].append(seconds(together))
-{name: f"{1000 * min(all_of):.0f} ms, x {min(all_of) / min(took['plain']):.2f}" for name, all_of in took.items()}
+WAYS = {"nothing recomputed": None, "4 layers together": 4, "each layer": 1}
+deep = stack_of(16)
+step(deep)  # once before anything is measured
+peaks = {name: peak(deep, together) for name, together in WAYS.items()}
+lines = {name: timeline(lambda together=together: step(deep, together)) for name, together in WAYS.items()}
+work = {name: operations(together) for name, together in WAYS.items()}
+took = {name: min(seconds(together) for _ in range(REPEATS)) for name, together in WAYS.items()}
+
+
+def through_time(checkpointed):
+    base = "nothing recomputed"
+    chosen = dict.fromkeys((base, checkpointed))
+    rows = [
+        (name, f"{peaks[name]:.0f}", f"{work[name] / work[base] - 1:+.1%}", f"{took[name] / took[base] - 1:+.0%}")
+        for name in chosen
+    ]
+    picture = curve(
+        {name: lines[name] for name in chosen},
+        title="16 layers, forward and backward",
+        x="progress of the step, %",
+        y="in inputs of a layer",
+    )
+    columns = ("checkpointed", "peak, in inputs", "operations", "time here, shortest of some")
+    return figure(picture, Table(columns=columns, rows=rows))
+
 
 # %% [markdown]
-# ## O(√L)
+# ## A whole stack, through time
 #
-# Checkpoint a stack of L layers in segments of m layers. From the forward to the backward the inputs of L/m
-# segments are kept; while one segment is recomputed, so are the insides of its m layers. With a layer's inside i
-# times as large as its input that is
-#
-# &emsp; L/m + i · m &emsp; inputs.
-#
-# With m = √L it grows as **√L**, while every layer is still computed only twice (Chen et al. 2016). The least is at
-# m = √(L/i), where it is 2 · √(i · L). Measured, beside the formula and what one layer's backward takes on top:
+# Sixteen layers go forward and backward, and torch's profiler notes every allocation and release. Without checkpoints,
+# bytes climb through the forward and fall through the backward. With them, the backward is a row of small peaks: one
+# recomputed piece at a time.
 
 # %%
-import math
+tk.vary(through_time, checkpointed=list(WAYS), start={"checkpointed": "each layer"})
 
-from toolkit.core.charts import figure
+# %% tags=["check"]
+assert peaks["each layer"] < peaks["4 layers together"] < peaks["nothing recomputed"] / 2
+assert max(abs(max(total for _, total in lines[name]) / peaks[name] - 1) for name in WAYS) < 0.1
+again = operations(1, early_stop=False) / work["nothing recomputed"] - 1
+assert abs(again - 1 / 3) < 0.02
+assert 0 < work["each layer"] / work["nothing recomputed"] - 1 < again
 
+# %% [markdown]
+# Of a layer's work the forward is one part of three. Computing it again makes four: a third more. PyTorch needs a
+# little less, because it stops as soon as it has what the backward asks for. Norms and activation functions count as no
+# operations and still take time, so the clock says something else on each machine.
+
+# %% tags=["helper"]
 extra = peak(stack_of(1)) - inner  # gradients on their way through a layer
 
 
@@ -291,123 +285,87 @@ def formula(depth, together):
     return extra + (inner * depth if together is None else math.ceil(depth / together) + inner * together)
 
 
-measured, expected = {}, {}
+def segments(depth):
+    """Names of the ways to cut a stack of so many layers, and the layers of a segment."""
+    best = max(1, round(math.sqrt(depth / inner)))
+    return {"plain": None, "m = 1": 1, "m = √L": math.isqrt(depth), "m = √(L/i)": best}
+
+
+measured = {}
 for depth in DEPTHS:
     stack = stack_of(depth)
-    sizes = {
-        "plain": None,
-        "m = 1": 1,
-        "m = √L": math.isqrt(depth),
-        "m = √(L/i)": max(1, round(math.sqrt(depth / inner))),
-    }
-    for name, together in sizes.items():
+    for name, together in segments(depth).items():
         measured[name, depth] = peak(stack, together)
-        expected[name, depth] = formula(depth, together)
 
-names = list(sizes)
-rows = [(depth, *(f"{measured[name, depth]:.0f} ({expected[name, depth]:.0f})" for name in names)) for depth in DEPTHS]
-title = "Peak in inputs of a layer: measured (formula)"
-table = Table(title=title, columns=("layers", *names), rows=rows, notes=("The picture leaves the plain stack out.",))
-climbs = {name: [(depth, measured[name, depth]) for depth in DEPTHS] for name in names if name != "plain"}
-HTML(
-    figure(curve(climbs, title="A checkpoint for m layers of L", x="L, layers", y="peak, in inputs of a layer"), table)
-)
 
-# %%
-for each, size in measured.items():
-    assert abs(size / expected[each] - 1) < 0.1, each
-low, high = min(DEPTHS), max(DEPTHS)
-grown = {name: (measured[name, high] - extra) / (measured[name, low] - extra) for name in names}
-assert abs(grown["plain"] / (high / low) - 1) < 0.1  # as the depth
-assert abs(grown["m = √L"] / math.sqrt(high / low) - 1) < 0.1  # as its square root
-{f"from {low} to {high} layers": {name: f"x {times:.1f}" for name, times in grown.items()}}
+def peak_of(layers, width_of_inside):
+    """The formula's peak over the length of a segment."""
+    sizes = [m for m in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if m <= layers]
+    peaks = {m: math.ceil(layers / m) + width_of_inside * m for m in sizes}
+    best = min(peaks, key=lambda m: peaks[m])
+    rows = [
+        ("no checkpoints", layers * width_of_inside),
+        ("m = 1, each layer", peaks[1]),
+        (f"m = {best}, the least", peaks[best]),
+    ]
+    picture = curve(
+        {"peak": list(peaks.items())}, title=f"{layers} layers", x="m, layers of a segment", y="inputs of a layer"
+    )
+    return figure(picture, Table(columns=("segments", "peak, in inputs"), rows=rows))
+
+
+def measured_table():
+    names = list(segments(1))
+    rows = [
+        (depth, *(f"{measured[name, depth]:.0f} ({formula(depth, segments(depth)[name]):.0f})" for name in names))
+        for depth in DEPTHS
+    ]
+    return Table(title="Peak in inputs of a layer: measured (formula)", columns=("layers", *names), rows=rows)
+
 
 # %% [markdown]
-# Now look at m = 1, a checkpoint for each layer. It grows with the depth, but by one input a layer where the plain
-# stack grows by 16; m = √L is below it only when L is greater than about i², some 250 layers, and even the best m
-# is still 1 or 2 here. That is why transformers, and so this toolkit's `activation_checkpointing="full"`,
-# checkpoint layer by layer: it is nearly the least, and nobody has to choose m.
+# ## The square root of the depth
+#
+# Put m layers into each segment. Until the backward, the inputs of L/m segments are kept. While a segment is recomputed,
+# the insides of its m layers are there. If a layer keeps i inputs, that is
+#
+# &emsp; L/m + i · m &emsp; inputs, least at m = √(L/i), where it is 2 · √(i · L): the **√L** of Chen et al. (2016).
+#
+# Move the depth, and what a layer keeps (16 above):
 
 # %%
+tk.vary(
+    peak_of, layers=[8, 16, 32, 64, 128], width_of_inside=[4, 8, 16, 34], start={"layers": 64, "width_of_inside": 16}
+)
+
+# %% [markdown]
+# Measured, the formula holds. And m = 1, a checkpoint for each layer, is nearly the least for every depth of today:
+# that is why Transformers, and this toolkit's `activation_checkpointing="full"`, recompute layer by layer.
+
+# %%
+measured_table()
+
+# %% tags=["check"]
+errors = [size / formula(depth, segments(depth)[name]) - 1 for (name, depth), size in measured.items()]
+assert max(map(abs, errors)) < 0.1
+low, high = min(DEPTHS), max(DEPTHS)
+grown = {name: (measured[name, high] - extra) / (measured[name, low] - extra) for name in segments(1)}
+assert abs(grown["plain"] / (high / low) - 1) < 0.1  # as the depth
+assert abs(grown["m = √L"] / math.sqrt(high / low) - 1) < 0.1  # as its square root
 assert all(measured["m = 1", depth] < measured["m = √L", depth] for depth in DEPTHS if depth < inner**2 / 2)
 assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for depth in DEPTHS)
 
-# %% [markdown]
-# ## In a real training run
-#
-# Now the embedded model, a Llama of 5M parameters, with and without checkpointing, on one long document: where no
-# row holds a second one, attention needs no mask. First the forecast, which runs nothing:
-
-
-# %%
-from pathlib import Path
-from pydoc_data.topics import topics
-
-from toolkit.core.charts import Bar, bars
-
-Path("prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
-words = {"kept": "none", "recomputed": "full"}
-asked = {name: tk.Strategy(activation_checkpointing=word, precision="fp32") for name, word in words.items()}
-train_config = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
-forecasts = {
-    name: tk.forecast(tk.describe(), strategy, None, train_config, ranks=1, one_document=True)
-    for name, strategy in asked.items()
-}
-HTML(
-    bars(
-        [Bar(label=f"activations {name}", parts=found.parts) for name, found in forecasts.items()],
-        title="Forecast: a rank's highest need",
+# %% tags=["helper"]
+batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+trials = {
+    name: tk.profile_steps(
+        tk.Strategy(activation_checkpointing=word, precision="fp32", loss="whole"),
+        batch,
+        tk.RunConfig(data="runs/prose.txt"),
     )
-)
-
-# %%
-assert forecasts["recomputed"].parts["activations"] < forecasts["kept"].parts["activations"] / 2
-assert forecasts["recomputed"].parts["optimizer"] == forecasts["kept"].parts["optimizer"]  # nothing else changes
-
-# %% [markdown]
-# Then it is trained, in this process. `tk.profile_steps` takes the recipe's own path for a few steps, and puts what was
-# measured beside what was forecast. Seconds are this machine's, with whatever else it was doing.
-
-# %%
-run_config = tk.RunConfig(data="prose.txt")
-trials = {name: tk.profile_steps(strategy, train_config, run_config) for name, strategy in asked.items()}
-rows = []
-for name, trial in trials.items():
-    expected = forecasts[name].phases
-    assert abs(expected["backward"] / trial.phases["backward"] - 1) < 0.08
-    sizes = [
-        f"{format_bytes(trial.phases[phase])} x {expected[phase] / trial.phases[phase]:.2f}"
-        for phase in ("forward", "backward", "step")
-    ]
-    rows.append((name, *sizes, f"{trial.seconds:.2f} s", f"{trial.forecast.operations:.3g}"))
-table = Table(
-    title="Two trainings",
-    columns=("activations", "forward", "backward", "step", "a step took", "operations"),
-    rows=rows,
-    notes=("Bytes and seconds are measured; x: the forecast as a multiple of that. Operations are forecast.",),
-)
-HTML(table.html())
-
-# %% [markdown]
-# Both learn the same, since what is computed twice comes out the same twice. And the memory that is saved is saved
-# for real:
-
-# %%
-assert all(abs(one / two - 1) < 1e-4 for one, two in zip(*(trial.losses for trial in trials.values()), strict=True))
-saving = trials["kept"].peak_bytes / trials["recomputed"].peak_bytes
-assert saving > 1.2
-f"the peak is {saving:.1f} times as high where activations are kept"
-
-# %% [markdown]
-# ## What it is good for
-#
-# Operations grow by less than a third, since a layer's last product, embedding, head and loss are not recomputed:
-# of a small model the head is much, of an 8B model little.
-
-# %%
-from transformers import LlamaConfig
-
-big = LlamaConfig(
+    for name, word in {"kept": "none", "recomputed": "full"}.items()
+}
+LLAMA_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -416,61 +374,127 @@ big = LlamaConfig(
     num_key_value_heads=8,
     max_position_embeddings=8192,
 )
-large = tk.describe(big)
+LLAMA_8B.save_pretrained("runs/llama-8b")
 
 
-def on_eight(word, micro_batch):
-    """A Llama of 8B on eight H100s: what a rank needs."""
-    strategy = tk.Strategy(sharding="zero3", precision="bf16", activation_checkpointing=word)
-    return tk.forecast(large, strategy, "8x H100-80GB", tk.TrainConfig(seq_len=4096, micro_batch=micro_batch))
+def losses(recomputed):
+    chosen = {"kept": trials["kept"], "recomputed": trials["recomputed"]}
+    chosen = chosen if recomputed == "both" else {recomputed: chosen[recomputed]}
+    return StepProfiles(title="The embedded model of 5M parameters", trials=chosen)
 
-
-work = {
-    "5M": forecasts["recomputed"].operations / forecasts["kept"].operations,
-    "8B": on_eight("full", 1).operations / on_eight("none", 1).operations,
-}
-assert 1.1 < work["5M"] < work["8B"] < 4 / 3
-{size: f"{ratio - 1:.0%} more operations" for size, ratio in work.items()}
 
 # %% [markdown]
-# What is gained is a larger batch, or a longer sequence. Forecast for the 8B model under ZeRO-3 on eight H100s,
-# rows of 4,096 tokens:
+# ## In a real training
+#
+# The embedded model was trained for a few steps with and without. Both learned the same, since what is computed twice
+# comes out the same twice. Choose what to see:
 
 # %%
-from toolkit.core.units import GiB
+tk.vary(losses, recomputed=["both", "kept", "recomputed"], start={"recomputed": "both"}, title="Measured here")
 
-batches = range(1, 13)
-found = {name: [on_eight(word, size) for size in batches] for name, word in words.items()}
-limit = found["kept"][0].limit_bytes
-HTML(
-    curve(
-        {
-            **{
-                f"activations {name}": [(one.train_config.micro_batch, one.peak_bytes / GiB) for one in each]
-                for name, each in found.items()
-            },
-            "what an H100 has": [(size, limit / GiB) for size in batches],
-        },
-        title="Forecast: Llama of 8B, ZeRO-3, 8 x H100-80GB",
-        x="rows of a micro-batch",
-        y="highest need of a rank, GiB",
-    )
-)
+# %% tags=["check"]
+pairs = zip(trials["kept"].losses, trials["recomputed"].losses, strict=True)
+assert max(abs(one_ / two - 1) for one_, two in pairs) < 1e-4
+assert trials["kept"].peak_bytes > 1.2 * trials["recomputed"].peak_bytes
+assert max(abs(trial.ratio - 1) for trial in trials.values()) < 0.08
+ratio = trials["recomputed"].forecast.operations / trials["kept"].forecast.operations
+assert 1.1 < ratio < 4 / 3  # embedding, head and loss are not recomputed
+
+# %% [markdown]
+# And for Llama 3 8B under ZeRO-3 on eight H100, as a forecast. Find the largest micro-batch that fits, with
+# `activation_checkpointing` on and off:
 
 # %%
-largest = {
-    name: max((one.train_config.micro_batch for one in each if one.fits), default=0) for name, each in found.items()
-}
-assert largest["recomputed"] > 2 * largest["kept"]
-largest
+large = tk.describe("runs/llama-8b")
+sharded = tk.Strategy(sharding="zero3", precision="bf16", activation_checkpointing="full")
+rows = tk.TrainConfig(seq_len=4096, micro_batch=4)
+knobs = ["activation_checkpointing", "micro_batch", "seq_len"]
+tk.explore("memory", large, "8x H100-80GB", sharded, rows, controls=knobs)
+
+
+# %% tags=["helper"]
+def on_eight(word, size):
+    strategy = tk.Strategy(sharding="zero3", precision="bf16", activation_checkpointing=word)
+    return tk.forecast(large, strategy, "8x H100-80GB", tk.TrainConfig(seq_len=4096, micro_batch=size), advice=False)
+
+
+def largest(word):
+    """The largest micro-batch that fits, of a power of two."""
+    size = 0
+    while on_eight(word, size * 2 or 1).fits:
+        size = size * 2 or 1
+    return size
+
+
+most = {word: largest(word) for word in ("none", "full")}
+
+# %% [markdown]
+# ## The rule
+#
+# **If activations are what does not fit, recompute them: a layer then keeps 1 input instead of 16, for up to a third
+# more work.** If everything fits, do not: you would pay for nothing.
+
+# %%
+print(f"Llama 3 8B, rows of 4,096 on eight H100: {most['none']} rows with activations kept, {most['full']} recomputed.")
+
+# %% tags=["check"]
+assert most["full"] >= 2 * most["none"]
+
+
+# %% tags=["helper"]
+def train_on_frozen(reentrant):
+    """A frozen embedding, as under LoRA: the input of the layers needs no gradient."""
+    layer, frozen = Layer().to(device), torch.randn(BATCH, TOKENS, WIDTH, device=device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = checkpoint(layer, frozen, use_reentrant=reentrant == "yes")
+    if made.requires_grad:
+        made.sum().backward()
+    trained, all_of = sum(p.grad is not None for p in layer.parameters()), len(list(layer.parameters()))
+    warned = f" PyTorch warns: «{str(said[0].message).split('. ')[0]}»." if said else ""
+    return f"{trained} of {all_of} tensors of the layer get a gradient.{warned}"
+
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# You train an adapter over frozen weights, with a checkpoint around each layer, and the loss does not move. The old form
+# of checkpoints (`use_reentrant=True`, still a default in many scripts) looks at the layer's *input*: where that needs no
+# gradient, it gives none to the weights.
+
+# %%
+tk.vary(train_on_frozen, reentrant=["yes", "no"], start={"reentrant": "yes"})
+
+# %% [markdown]
+# Move it to `no`: the repair is `use_reentrant=False`, which is what `activation_checkpointing="full"` does here.
+
+# %% tags=["check"]
+assert train_on_frozen("yes").startswith("0 of 12")
+assert train_on_frozen("no").startswith("12 of 12")
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. In `Layer`, use `nn.ReLU` in the place of GELU (`F.relu`). Which tensor is kept no longer, and why?
-# 2. Let `forward` compute attention by hand, softmax(q·kᵀ)·v. How much does a layer keep then, at 128 tokens and at
-#    512? Which of the two terms grows faster?
-# 3. Double `BATCH`. What of the first table changes in bytes, and what in inputs?
-# 4. For L = 64 find by trial the best number of segments. How far is it from √(i·L)?
-# 5. Your model, your GPU: with `tk.forecast`, find the largest micro-batch with and without checkpointing. Does
-#    checkpointing win tokens/s in the end?
+# 1. Let attention be computed by hand, at 128 tokens and at 512. Which part grows faster than the tokens?
+# 2. For 64 layers that keep 16 inputs each, which number of segments is the best, and how far is it from √(i · L)?
+# 3. Does recomputing ever win in tokens/s? Ask a plan for the 8B model on eight H100.
+
+# %% tags=["solution"]
+heads = 4
+for tokens in (128, 512):
+    print(f"{tokens} tokens: scores are {heads * tokens**2 / (tokens * WIDTH):.0f} inputs, all else {inner:.0f}.")
+
+# %% tags=["solution"]
+best = min(range(1, 65), key=lambda m: math.ceil(64 / m) + 16 * m)
+print(f"Segments of {best} layers, {math.ceil(64 / best)} segments; √(i · L) is {math.sqrt(16 * 64):.0f}.")
+
+# %% tags=["solution"]
+tk.plan(
+    large, "8x H100-80GB", global_batch=64, seq_len=4096
+)  # the first row says; a larger micro-batch can win it back
+
+# %% [markdown]
+# ## Next
+#
+# The other way to halve activations is to write them with fewer bits. [05_precision](05_precision.ipynb) asks what
+# that costs.

@@ -279,3 +279,20 @@ def _say(script: str, *paths: Path) -> str:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, *filter(None, sys.path)]))}
     head = "from toolkit.devices.machine import hardware, torch_build\n"
     return python("-c", head + script, env=environ, code=0).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("8x TPU v5e", "need PyTorch/XLA"),
+        ("Cerebras CS-3", "compile a whole model"),
+        ("rocm", "Name the card, such as MI250X"),
+    ],
+)
+def test_other_platforms_are_refused_by_name(name: str, said: str) -> None:
+    with pytest.raises(ToolkitError, match=said):
+        hardware(name)
+
+
+def test_each_chip_of_an_mi250x_is_a_device() -> None:
+    assert hardware("8x MI250X").device.total_bytes == pytest.approx(64 * GiB, rel=0.01)

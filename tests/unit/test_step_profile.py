@@ -45,11 +45,9 @@ def test_time_is_that_of_the_steps_behind_the_window(trials: dict[str, StepProfi
 
 def test_trials_stand_beside_each_other(trials: dict[str, StepProfile]) -> None:
     both = StepProfiles(title="two", trials=trials)
-    first, second = trials["fp32"], trials["bf16_pure"]
+    first = trials["fp32"]
     if first.forecast.timing is None:
-        assert both.forecast_seconds("fp32") is None
-        operations = second.forecast.operations / first.forecast.operations
-        assert both.forecast_seconds("bf16_pure") == pytest.approx(first.seconds * operations)
+        assert [both.forecast_seconds(name) for name in trials] == [None, None]
     (table,) = both.tables()
     assert [row[0] for row in table.rows] == ["fp32", "bf16_pure"]
     assert both._repr_html_().count("<img ") == 1

@@ -144,7 +144,7 @@ def curve(
             _draw_line(axes, thinned(points), looks[name])
 
     description = f"{y} over {x}. {'. '.join(words.values()) or 'nothing yet'}."
-    legend = {words[name]: look for name, look in looks.items()}
+    legend = looks  # the values stand in the description: first and last mean something for a loss, not for any line
     left = max(len(spell_y(value)) for value in (low, high)) * LETTER + 22
     return picture(title, description, draw, legend, (left, 22), (26, 220, 46))
 

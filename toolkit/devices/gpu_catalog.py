@@ -66,12 +66,15 @@ CARDS = {
     "H100-80GB": GPUSpec(79.11, (9, 0), 989, 67, 3350, 450, 64, 50, 256, "AWS p5.48xlarge", 794.5, 0.55, 0.8),
     "H200-141GB": GPUSpec(139.72, (9, 0), 989, 67, 4800, 450, 64, 50, 256, "AWS p5en.48xlarge", 794.5, 0.55, 0.8),
     "B200-180GB": GPUSpec(178.35, (10, 0), 2250, 80, 8000, 900, 64, 50, 256, "AWS p6-b200.48xlarge", sustained=0.55),
+    "MI250X-64GB": GPUSpec(63.98, None, 191.5, 23.9, 1638, 50, 36, 12.5, 64, "HPE Cray EX235a"),
     "MI300X-192GB": GPUSpec(191.98, None, 1307, 163.4, 5300, 448, 64, 50, 225, "Azure ND MI300X v5", 668.4),
 }
 """Memory: the total that PyTorch's out-of-memory messages report, the lower where drivers differ; about 1% between drivers
 and boards. Compute capability: developer.nvidia.com/cuda-gpus. Speeds and bandwidths: NVIDIA's data sheets of each
 product (Turing: of the TITAN RTX the full TU102, without its NVLink bridge; Volta, GA102, Ada and Blackwell
-architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instinct MI300X; of the A10G, AWS's.
+architecture white papers; L4, L40S, A100, H100, H200, HGX B200) and AMD's of the Instincts; of the A10G, AWS's.
+The MI250X's row is one of its two chips, which torch counts as a device each. Its links are those between chips of
+different cards, as Frontier's user guide has them.
 Network and host memory: of the machine named, divided by its GPUs. Fastest products: T4, Jia et al. 2019
 (arXiv:1903.07486); V100, Markidis et al. 2018 (arXiv:1803.04014); RTX 4090 and 5090, github.com/xzwgit/gpu-flops-bench;
 A100, H100, MI300X, github.com/stas00/ml-engineering (compute/accelerator, MAMF); the H200 computes with the H100's chip.
@@ -79,6 +82,15 @@ Hopper's sustained share among several GPUs: by the two runs of 96 H100 that git
 publishes; the B200's is taken as the same. Alone: by five runs on one H200 (benchmarks/results/gpu-H200-141GB.md). The
 T4's, by twelve runs of fitcheck-llm 0.3.1 (pypi.org); the L4's, which has as little power, is taken as the same."""
 
+
+OTHER_PLATFORMS = {
+    "tpu": "Google's TPUs need PyTorch/XLA, which no engine here drives.",
+    "cerebras": "Cerebras' machines compile a whole model with their own software, which no engine here drives.",
+    "trainium": "AWS's Trainium needs its Neuron libraries, which no engine here drives.",
+    "rocm": "ROCm is AMD's software, and no device. Name the card, such as MI250X or MI300X: it has a forecast, and no run "
+    "of ours has tried it.",
+}
+"""What people name that is no card of the catalog, and why it is refused."""
 
 OTHER_BOARDS = {"PCIE", "NVL", "LAPTOP", "MAX", "TI", "SUPER", "D"}
 """Words in the names of boards that compute or communicate at other speeds than the card of the rest of the name."""
@@ -96,6 +108,9 @@ def card_key(name: str, word: str) -> str:
     matching = [key for low, key in keys.items() if low == plain or low.startswith(f"{plain}-")]
     if len(matching) > 1:
         raise ToolkitError(f"hardware {name!r}: say which one, {' or '.join(matching)}.")
+    for platform, reason in OTHER_PLATFORMS.items():
+        if platform in plain:
+            raise ToolkitError(f"hardware {name!r} is unknown. {reason} Known: cpu, {', '.join(CARDS)}.")
     if not matching:
         hint = nearest(plain, [re.sub(r"-\d+GB$", "", card) for card in CARDS])
         if OTHER_BOARDS & set(plain.upper().split("-")):

@@ -51,8 +51,12 @@ LINE_SECONDS = 10.0
 _POLL = 0.25
 """Seconds: a bar moves four times a second at most."""
 
-views: list[Callable[[Run], None]] = []
-"""Functions that show a run during `wait`: a notebook's kernel adds its live view."""
+views: list[Callable[[Run], Callable[[float], object] | None]] = []
+"""Functions that show a run during `wait`: a notebook's kernel adds its live view. Each returns a function that waits, so many
+seconds at most, until the run's end is shown; None where nothing follows."""
+
+LAST_VIEW = 5.0
+"""Seconds that `wait` gives a view to show the end: a notebook that is executed in one go drops what comes after the cell."""
 
 
 class Run(Result):
@@ -199,8 +203,7 @@ class Run(Result):
         Raises:
             RunError: if the run failed, with the error of the rank that failed first; after `timeout` seconds.
         """
-        for view in views if progress else ():
-            view(self)
+        shown = [view(self) for view in views] if progress else []
         try:
             with _progress_bar(self.folder, shown=progress and not views) as update:
                 if not self._ends_within(timeout, update):
@@ -209,6 +212,8 @@ class Run(Result):
             raise _Interrupted(
                 f"waiting has ended; the run in {self.name} continues. `toolkit stop {self.name}` or run.stop() stops it."
             ) from None
+        for until_shown in filter(None, shown):
+            until_shown(LAST_VIEW)
         status, _, message = self._look()
         if status == "failed":
             raise RunError(message or f"the run in {self.name} ended without a message: its supervisor was killed.")

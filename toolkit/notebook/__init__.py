@@ -21,7 +21,7 @@ def register() -> None:
         run_handle.views.append(_show)
 
 
-def _show(run: Any) -> None:
+def _show(run: Any) -> Any:
     from toolkit.notebook.live import show
 
-    show(run)
+    return show(run)

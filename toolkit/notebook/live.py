@@ -23,6 +23,8 @@ class _View:
     handle: Any
     removes: list[Callable[[], None]] = field(default_factory=list)
     """Each takes a button away."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when the run's end is shown."""
 
 
 _shown: dict[str, int] = {}
@@ -35,10 +37,11 @@ _lock = threading.Lock()
 """Protects `_followed`: a view that is added as its thread ends would miss the end."""
 
 
-def show(run: Run) -> None:
+def show(run: Run) -> Callable[[float], object] | None:
     """Display a run in plain HTML, so that a saved notebook still shows how it ended.
 
     A thread updates it in place during the run, and the kernel stays free. With ipywidgets there is a button that stops it.
+    The returned function waits until the end is shown; None for a run that has ended.
     """
     from IPython.core.getipython import get_ipython
     from IPython.display import HTML, display
@@ -46,12 +49,12 @@ def show(run: Run) -> None:
     shell: Any = get_ipython()
     cell, folder = int(getattr(shell, "execution_count", 0)), str(run.folder)
     if _shown.get(folder) == cell and not run.alive:
-        return
+        return None
     _shown[folder] = cell
     # Checked before the page is made: a run that ends in between is shown as running, and updated at once.
     if not run.alive:
         display(HTML(run._repr_html_()))
-        return
+        return None
     remove = _button(run)
     if remove is None:
         display(HTML("<p><code>run.stop()</code> stops it. For a button: <code>pip install ipywidgets</code></p>"))
@@ -64,6 +67,7 @@ def show(run: Run) -> None:
             view = _followed[folder] = _View(display(page, display_id=True))
             threading.Thread(target=_follow, args=(folder, run, view), name=f"live {folder}", daemon=True).start()
         view.removes.extend([remove] if remove is not None else [])
+    return view.ended.wait
 
 
 def _follow(folder: str, run: Run, view: _View) -> None:
@@ -88,6 +92,7 @@ def _follow(folder: str, run: Run, view: _View) -> None:
     for remove in view.removes:
         with contextlib.suppress(Exception):
             remove()
+    view.ended.set()
 
 
 def _page(run: Run, *, last: bool) -> str:

@@ -118,14 +118,11 @@ class StepProfiles(Result):
 
     title: str
     trials: Mapping[str, StepProfile]
-    """The first one's speed forecasts the others' seconds where the catalog does not know the device's."""
 
     def forecast_seconds(self, name: str) -> float | None:
-        """Return the seconds of a step by the roofline, else by the first trial's operations a second. None for the first one."""
-        first, forecast = next(iter(self.trials.values())), self.trials[name].forecast
-        if forecast.timing is not None:
-            return forecast.timing.step_seconds
-        return None if forecast is first.forecast else first.seconds * forecast.operations / first.forecast.operations
+        """Return the seconds of a step by the roofline; None where the catalog does not know the device's speed."""
+        timing = self.trials[name].forecast.timing
+        return None if timing is None else timing.step_seconds
 
     def pictures(self) -> Sequence[str]:
         """Return a picture of every peak by part, forecast and measured."""
@@ -140,8 +137,7 @@ class StepProfiles(Result):
             rows.append((name, *peak, *_compared(self.forecast_seconds(name), trial.seconds, format_step_seconds)))
         notes = ["x: forecast / measured."]
         if all(trial.forecast.timing is None for trial in self.trials.values()):
-            first = next(iter(self.trials))
-            notes.append(f"This device's speed is unknown: the seconds of {first} forecast the others', by operations.")
+            notes.append("This device's speed is unknown: seconds are measured alone.")
         columns = ("setting", "peak, forecast", "measured", "x", "a step, forecast", "measured", "x")
         return [Table(title=self.title, columns=columns, rows=rows, notes=notes)]
 
