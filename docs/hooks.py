@@ -27,6 +27,8 @@ import results  # noqa: E402
 
 COPIED = {"CONTRIBUTING.md": "contributing", "SECURITY.md": "security", "CHANGELOG.md": "changelog"}
 """Files of the root that are pages of the site, under `project/`."""
+FOLDED = {"helper": "Code that prepares or draws", "solution": "A solution"}
+"""Tag of a folded cell → what its page shows in its place until it is opened."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _outputs: dict[str, list[str]] = {}
 
@@ -105,7 +107,9 @@ def _notebook(name: str, path: Path) -> str:
         if cell["cell_type"] == "markdown":
             parts.append(re.sub(r"^\[!\[.*colab.*$", "", source, flags=re.M))
             continue
-        parts.append(f"```python\n{source}\n```")
+        code = f"```python\n{source}\n```"
+        summary = next((text for tag, text in FOLDED.items() if tag in tags), "")
+        parts.append(f'<details markdown="1"><summary>{summary}</summary>\n\n{code}\n\n</details>' if summary else code)
         shown = "".join(_shown(output) for output in cell["outputs"])
         if shown:
             parts.append(f"OUTPUT-{len(outputs)}-")

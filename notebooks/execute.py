@@ -45,6 +45,11 @@ if importlib.util.find_spec("toolkit") is None:
             print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)"""
+CHECK, INSTALLS = "check", "install"
+FOLDED = frozenset({CHECK, INSTALLS, "helper", "solution"})
+"""Tags of cells that JupyterLab folds: claims, the installation, code that draws, answers to exercises."""
+RUNS = "runs"
+"""What a notebook leaves lies in this folder, which git ignores."""
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"},
@@ -105,7 +110,7 @@ def read(source: Path, parameters: Mapping[str, Any] | None = None) -> nbformat.
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02d}"  # not a new one each time
-        cell.metadata = nbformat.from_dict({"tags": tags} if (tags := cell.metadata.get("tags")) else {})
+        cell.metadata = _metadata([*cell.metadata.get("tags", ()), *([INSTALLS] if _installs(cell) else [])])
     (tagged,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     for name, value in (parameters or {}).items():
         tagged.source, count = re.subn(
@@ -114,6 +119,22 @@ def read(source: Path, parameters: Mapping[str, Any] | None = None) -> nbformat.
         if count != 1:
             raise ValueError(f"{source.name}: its parameters set {name} {count} times, expected once in a line.")
     return notebook
+
+
+def _metadata(tags: Sequence[str]) -> nbformat.NotebookNode:
+    """A cell's metadata: its tags; JupyterLab folds the source of what is no lesson, and what a check prints."""
+    folded = {"source_hidden": True} if FOLDED & set(tags) else {}
+    folded |= {"outputs_hidden": True} if CHECK in tags else {}
+    return nbformat.from_dict(({"jupyter": folded} if folded else {}) | ({"tags": list(tags)} if tags else {}))
+
+
+def _installs(cell: nbformat.NotebookNode) -> bool:
+    return bool(cell.source.startswith(INSTALL.partition("\n")[0]))
+
+
+def visible(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cells that a reader sees unfolded."""
+    return [cell for cell in notebook.cells if not FOLDED & set(cell.metadata.get("tags", ()))]
 
 
 def claims(notebook: nbformat.NotebookNode) -> list[str]:

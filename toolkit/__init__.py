@@ -24,6 +24,7 @@ from toolkit.forecasting.timelines import timeline
 from toolkit.launcher import attach, launch, resume, runs
 from toolkit.models import describe
 from toolkit.notebook.explorer import explore
+from toolkit.notebook.variation import vary
 from toolkit.reports import report
 from toolkit.training.loading import load
 from toolkit.training.loop import train
@@ -74,6 +75,7 @@ __all__ = [
     "should_stop",
     "timeline",
     "train",
+    "vary",
     "verify",
 ]
 

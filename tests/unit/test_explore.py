@@ -19,6 +19,7 @@ import toolkit as tk
 from toolkit.cli import main
 from toolkit.config.run_config import RunConfig
 from toolkit.core.cache import cache_folder
+from toolkit.core.display import Table
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.phases import PHASES
 from toolkit.engines.resolution import resolve
@@ -441,3 +442,80 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> Non
 def test_what_is_not_known_is_said_at_once(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ToolkitError, match=said):
         tk.explore(**options)
+
+
+def test_a_panel_shows_the_named_controls_alone(spec: ModelSpec) -> None:
+    panel = made("memory", spec, controls=["sharding", "devices"])
+    assert list(panel.controls) == ["devices", "sharding"]
+    panel.set(devices=4)
+    assert panel.value.ranks == 4
+    with pytest.raises(ToolkitError, match=r"memory has no control 'micro_batch'. It has sharding, devices"):
+        panel.set(micro_batch=2)
+    with pytest.raises(ToolkitError, match=r"memory has no control 'device5'. Did you mean 'device'"):
+        made("memory", spec, controls=["device5"])
+
+
+# A function with controls --------------------------------------------------------------------------------------------
+
+
+def test_a_function_answers_each_question_once() -> None:
+    calls = []
+
+    def product(rank: int, kind: str) -> Table:
+        calls.append((rank, kind))
+        return Table(columns=("what", "is"), rows=[(kind, 3 * rank)], title="A product")
+
+    panel = tk.vary(product, rank=[1, 2, 4], kind=("plain", "wide"))
+    assert calls == [(2, "wide")]
+    assert {name: type(control).__name__ for name, control in panel.controls.items()} == {
+        "rank": "Slider",
+        "kind": "Dropdown",
+    }
+    assert "<td" in panel.static_html()
+    assert "in a shell" not in panel.static_html()
+    panel.controls["rank"].value = 4
+    assert panel.value.rows == [("wide", 12)]
+    panel.set(rank=2)
+    panel.set(rank=4)
+    assert panel.controls["rank"].value == 4
+    assert calls == [(2, "wide"), (4, "wide")]
+    bundle = panel._repr_mimebundle_()
+    assert bundle[VIEW]["model_id"] == panel.panel.box.model_id
+    assert bundle["text/html"] == panel.static_html()
+
+
+def test_a_function_answers_with_a_sentence_a_picture_or_a_refusal(spec: ModelSpec) -> None:
+    def answer(kind: str) -> Any:
+        if kind == "refusal":
+            raise ToolkitError("Three is too many. Expected two. Take one away.")
+        return {"sentence": "1 < 2", "picture": "<img alt='a line'>", "result": ask(spec)}[kind]
+
+    panel = tk.vary(
+        answer, kind=["sentence", "picture", "result", "refusal"], start={"kind": "refusal"}, title="Answers"
+    )
+    assert "Three is too many" in panel.static_html()
+    assert "Three is too many" in panel.panel._status.value
+    panel.set(kind="sentence")
+    assert (panel.refusal, panel.value) == ("", "1 < 2")
+    assert "1 &lt; 2" in panel.static_html()
+    panel.set(kind="picture")
+    assert "<img alt='a line'>" in panel.static_html()
+    panel.set(kind="result")
+    check_page(panel.static_html())
+    panel.set(kind="other")
+    assert panel.refusal.startswith("kind 'other' is not a choice of this panel. Expected one of sentence, picture")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "there is nothing to move"),
+        ({"rank": []}, r"rank=\[\] is not a choice"),
+        ({"rank": "124"}, "rank='124' is not a choice"),
+        ({"rank": [1, 2], "start": {"rank": 3}}, "rank 3 is not a choice of this panel. Expected one of 1, 2."),
+        ({"rank": [1, 2], "start": {"rang": 1}}, "vary has no control 'rang'. Did you mean 'rank'"),
+    ],
+)
+def test_a_function_without_choices_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ToolkitError, match=said):
+        tk.vary(str, **options)

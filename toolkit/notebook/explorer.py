@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.display import Result, markup, render
+from toolkit.core.display import Result
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
 from toolkit.core.process_lifecycle import die_with_parent
-from toolkit.core.redaction import redact
 from toolkit.devices.machine import Hardware
 from toolkit.forecasting import forecast
 from toolkit.forecasting.diffs import diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
-from toolkit.notebook.explorer_state import CONTROLS, ExplorerState, choices, command
-
-FIX = (
-    "Sliders need ipywidgets and anywidget: `pip install ipywidgets anywidget`, then restart the kernel. "
-    "Until then this is the answer alone."
-)
-NEEDED = ("ipywidgets", "anywidget")
+from toolkit.notebook.answer_panel import AnswerPanel, unknown_control
+from toolkit.notebook.explorer_state import CONTROLS, Choice, ExplorerState, choices, command
 
 
 def _memory(state: ExplorerState) -> Result:
@@ -63,138 +55,46 @@ SIDE_BY_SIDE = ("timeline", "precision")
 """The kinds that show a run with its forecast."""
 
 
-class Explorer:
-    """A panel: `controls` by name, `value` (the answer to where they stand), `static_html()` (the same as static HTML)."""
+class Explorer(AnswerPanel):
+    """A panel over a forecast's request: `controls` by name, `value` (the answer to where they stand), `static_html()`."""
 
-    def __init__(self, kind: str, state: ExplorerState) -> None:
-        """Answer once, and make controls where ipywidgets and anywidget are installed."""
+    def __init__(self, kind: str, state: ExplorerState, controls: Sequence[str] | None = None) -> None:
+        """Answer once, and make the named controls; None: all of the kind."""
         self.kind = kind
         self.state = state
-        self.value: Result | None = None
-        """The answer; None for an impossible request."""
-        self.refusal = ""
-        """Why it cannot be, in a sentence."""
-        self.controls: dict[str, Any] = {}
-        self.panel: Any = None
-        """The widget with the controls; None without ipywidgets."""
-        self._shown: Any = None
-        """The display of all cells that show the answer; None before the first does."""
+        self.names = CONTROLS[kind] if controls is None else tuple(controls)
+        """The controls that this panel has."""
         self._ahead: subprocess.Popen[bytes] | None = None
-        self._answer()
-        if all(importlib.util.find_spec(name) for name in NEEDED):
-            from toolkit.notebook.widgets import Panel
-
-            self.panel = Panel(VIEWS[kind][1], choices(kind, state), self.set)
-            self.controls = self.panel.controls
-            self.panel.announce(self.sentence)
+        for name in set(self.names) - set(CONTROLS[kind]):
+            raise unknown_control(kind, name, CONTROLS[kind])
+        super().__init__(kind, VIEWS[kind][1], continuous=("devices",))
 
     @property
     def sentence(self) -> str:
         """The answer, or the refusal, in a sentence."""
         return self.refusal or str(getattr(self.value, "reason", ""))
 
-    def set(self, **values: Any) -> None:
-        """Change values, as a moved control does.
+    def choices(self) -> list[Choice]:
+        """Return the controls' choices at the current values, in order."""
+        return [choice for choice in choices(self.kind, self.state) if choice.name in self.names]
 
-        Raises:
-            ToolkitError: for a control that this panel does not have. A value that cannot be is a `refusal`.
-        """
-        names = CONTROLS[self.kind]
-        for name in values.keys() - set(names):
-            raise ToolkitError(f"{self.kind} has no control {name!r}.{nearest(name, names)} It has {', '.join(names)}.")
+    def _move(self, values: Mapping[str, Any]) -> None:
         self.state = self.state.but(**values)
-        if self.panel is None:
-            self._answer()
-        else:
-            for choice in choices(self.kind, self.state):
-                if choice.name in values.keys() & self.controls.keys():
-                    self.panel.move(choice)
-            with self.panel.busy():
-                self._answer()
-            self.panel.announce(self.sentence)
-        if self._shown is not None:
-            self._shown.update(_html(self.static_html()))
-            if values.keys() != {"seq_len"}:
-                self._look_ahead()
 
-    def _answer(self) -> None:
-        """Compute the answer to the state's request. An impossible request sets `refusal`: a panel shows no traceback."""
-        self.value, self.refusal = None, ""
-        try:
-            self.value = VIEWS[self.kind][0](self.state)
-        except ToolkitError as error:
-            self.refusal = str(error)
+    def _compute(self) -> Any:
+        return VIEWS[self.kind][0](self.state)
 
-    def _look_ahead(self) -> None:
+    def _command(self) -> str:
+        return command(self.kind, self.state)
+
+    def _after(self, names: Collection[str] = ()) -> None:
         """Trace for the other sequence lengths in the background."""
+        if set(names) == {"seq_len"} or "seq_len" not in self.names:
+            return
         if self._ahead is not None:
             self._ahead.terminate()
             self._ahead.wait()
         self._ahead = start_prefetch(self.kind, self.state)
-
-    def static_html(self) -> str:
-        """Return HTML that needs no kernel, script or network, and the equivalent command."""
-        hint = "" if self.panel is not None else FIX
-        parts = _figures_and_tables(self.value)
-        page = render("explorer", sentence=self.sentence, command=command(self.kind, self.state), hint=hint, **parts)
-        return redact(page)
-
-    def __repr__(self) -> str:
-        """Return the answer as text."""
-        return str(self.value) if self.value is not None else self.refusal
-
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        """Return controls for a page with their kernel, and static HTML for others."""
-        bundle = {"text/plain": repr(self), "text/html": self.static_html()}
-        view = "application/vnd.jupyter.widget-view+json"
-        if self.panel is not None:
-            bundle[view] = self.panel.box._repr_mimebundle_(**options)[view]
-        return bundle
-
-    def _ipython_display_(self) -> None:
-        """Show controls and answer as two outputs: the answer stays when the controls' kernel is gone.
-
-        A page with ipywidgets and without that kernel shows «model not found» for a widget, and hides the rest of its
-        output.
-        """
-        from IPython.display import display
-
-        if self.panel is None:
-            display(self._repr_mimebundle_(), raw=True)
-            return
-        view = "application/vnd.jupyter.widget-view+json"
-        hint = "Controls show while the notebook's kernel runs: run this cell. Below is where they stood."
-        bundle = {view: self._repr_mimebundle_()[view], "text/html": f"<p>{hint}</p>", "text/plain": hint}
-        display(bundle, raw=True)
-        answer = {"text/html": self.static_html(), "text/plain": repr(self)}
-        if self._shown is None:
-            self._shown = display(answer, raw=True, display_id=True)
-            self._look_ahead()
-        else:
-            self._shown.display(answer, raw=True)
-
-
-WIDE_LETTERS = 60
-"""Letters of a cell, from which a table stands below the pictures."""
-
-
-def _figures_and_tables(value: Result | None) -> dict[str, list[Any]]:
-    """Return pictures, tables that stand at their side, and wide tables that stand below."""
-    parts: dict[str, list[Any]] = {"pictures": [], "narrow": [], "wide": []}
-    if value is None:
-        return parts
-    parts["pictures"] = [markup(picture) for picture in value.pictures()]
-    for table in value.tables():
-        table = replace(table, rows=list(table.rows))
-        long = len(table.columns) > 5 or any(len(str(cell)) > WIDE_LETTERS for row in table.rows for cell in row)
-        parts["wide" if long else "narrow"].append(markup(table.html()))
-    return parts
-
-
-def _html(page: str) -> Any:
-    from IPython.display import HTML
-
-    return HTML(page)
 
 
 def explore(
@@ -206,6 +106,7 @@ def explore(
     *,
     against: Strategy | None = None,
     run: Any = None,
+    controls: Sequence[str] | None = None,
 ) -> Explorer:
     """Return a panel with controls that change a forecast's request. It shows itself in a notebook.
 
@@ -218,15 +119,17 @@ def explore(
         train_config: the same.
         against: for `compare`, the second strategy.
         run: for `timeline` and `precision`, a run's folder (or a `Run`) to show with the forecast.
+        controls: names of the controls to show, such as `["sharding", "devices"]`; by default all of the kind.
 
     Raises:
-        ToolkitError: for an unknown kind, model or machine. An impossible request is a sentence in the panel.
+        ToolkitError: for an unknown kind, control, model or machine. An impossible request is a sentence in the panel.
     """
     if kind not in VIEWS:
         raise StrategyError(f"explore {kind!r}: expected one of {', '.join(VIEWS)}.{nearest(kind, VIEWS)}")
     if run is not None and kind not in SIDE_BY_SIDE:
         raise StrategyError(f"run: {kind} does not show a run. Use {' or '.join(SIDE_BY_SIDE)}.")
-    return Explorer(kind, ExplorerState.begin(kind, model, hardware, strategy, train_config, against=against, run=run))
+    state = ExplorerState.begin(kind, model, hardware, strategy, train_config, against=against, run=run)
+    return Explorer(kind, state, controls)
 
 
 # Answers ahead --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-p
 class Panel:
     """Controls that call back while they move, and a line that screen readers announce."""
 
-    def __init__(self, heading: str, choices: Sequence[Choice], moved: Callable[..., None]) -> None:
-        """Make a widget for each choice; `moved` is called with its name and its new value."""
-        self._moved, self._own = moved, False
+    def __init__(
+        self, heading: str, choices: Sequence[Choice], moved: Callable[..., None], continuous: Collection[str] = ()
+    ) -> None:
+        """Make a widget for each choice; `moved` is called with its name and its new value, of `continuous` while it is dragged."""
+        self._moved, self._own, self._continuous = moved, False, continuous
         self.controls = {choice.name: self._control(choice) for choice in choices}
         self._status = ipywidgets.HTML()
         groups = []
@@ -46,9 +48,9 @@ class Panel:
 
     def _control(self, choice: Choice) -> Any:
         options = {"value": choice.value, "description": choice.label, "tooltip": choice.help}
-        if isinstance(choice.value, int):
-            # Each other number needs a trace: its picture is drawn once, at the slider's release.
-            control = Slider(_options(choice), continuous_update=choice.name == "devices", **options)
+        if all(_is_number(value) for value in choice.values):
+            # Where each other number needs a trace, its picture is drawn once, at the slider's release.
+            control = Slider(_options(choice), continuous_update=choice.name in self._continuous, **options)
         else:
             room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
             control = ipywidgets.Dropdown(options=_options(choice), **options, **room)
@@ -132,4 +134,8 @@ class Slider(anywidget.AnyWidget):
 
 
 def _options(choice: Choice) -> list[tuple[str, Any]]:
-    return [(f"{value:,}" if isinstance(value, int) else str(value), value) for value in choice.values]
+    return [(f"{value:,}" if _is_number(value) else str(value), value) for value in choice.values]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,106 @@
+"""What every notebook has: its parts in order, short cells behind sentences, things to move, folded checks and solutions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
+
+from execute import read, sources, visible
+
+DONE = ()
+"""Notebooks that have every part. At the end: all."""
+LESSONS = [source for source in sources() if source.stem.startswith(DONE)]
+
+PARTS = (r"# \S", "## Before you start", "## The rule", "## When it goes wrong", "## Exercises", "## Next")
+BEFORE = ("You know", "You can then", "Time", "Hardware")
+"""What «Before you start» says."""
+LONGEST_CELL = 15
+MOVED = re.compile(r"^.*\btk\.(?:explore|vary)\(", re.MULTILINE)
+FEWEST_CONTROLS = 3
+MOST_CODE = 2_217 // 2
+"""Lines of visible code in all notebooks, without blank ones: half of what they had."""
+
+
+@pytest.fixture(params=LESSONS, ids=[source.stem for source in LESSONS])
+def lesson(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    return read(request.param)
+
+
+def words(lesson: nbformat.NotebookNode) -> list[str]:
+    """The visible sentences, cell by cell."""
+    return [cell.source for cell in visible(lesson) if cell.cell_type == "markdown"]
+
+
+def code(lesson: nbformat.NotebookNode) -> list[str]:
+    """The visible code, cell by cell."""
+    return [cell.source for cell in visible(lesson) if cell.cell_type == "code"]
+
+
+def test_its_parts_stand_in_order(lesson: nbformat.NotebookNode) -> None:
+    text = "\n".join(words(lesson))
+    found = [re.search(f"^{part}", text, re.MULTILINE) for part in PARTS]
+    assert all(found), [part for part, match in zip(PARTS, found, strict=True) if match is None]
+    places = [match.start() for match in found if match is not None]
+    assert places == sorted(places)
+    before = text[places[1] :].partition("\n## ")[0]
+    assert [word for word in BEFORE if f"**{word}**" not in before] == []
+    assert re.search(r"\d+ minutes", before)
+    assert re.search(r"^\*\*Your guess", text, re.MULTILINE)
+
+
+def test_every_exercise_has_a_folded_solution(lesson: nbformat.NotebookNode) -> None:
+    first = next(n for n, cell in enumerate(lesson.cells) if cell.source.startswith("## Exercises"))
+    asked = re.findall(r"^(\d)\. ", lesson.cells[first].source, re.MULTILINE)
+    solutions = [cell for cell in lesson.cells[first:] if "solution" in cell.metadata.get("tags", ())]
+    assert len(asked) >= 3
+    assert asked == [str(n + 1) for n in range(len(solutions))]
+    assert all(cell.metadata.jupyter.source_hidden for cell in solutions)
+
+
+def test_it_leads_to_the_next(lesson: nbformat.NotebookNode) -> None:
+    stems = [source.stem for source in sources()]
+    own = next(source.stem for source in sources() if read(source).cells[0].source == lesson.cells[0].source)
+    last = words(lesson)[-1]
+    assert last.startswith("## Next")
+    links = re.findall(r"\((\w+)\.ipynb\)", last)
+    assert links[:1] == stems[stems.index(own) + 1 :][:1]
+
+
+def test_its_code_is_what_a_reader_would_type(lesson: nbformat.NotebookNode) -> None:
+    for cell in code(lesson):
+        assert len(cell.splitlines()) <= LONGEST_CELL, cell
+        assert not re.search(r"^\s*(?:from|import) toolkit\.", cell, re.MULTILINE), cell
+        assert not re.search(r"^\s*assert ", cell, re.MULTILINE), cell
+
+
+def test_a_sentence_stands_before_every_cell(lesson: nbformat.NotebookNode) -> None:
+    cells = visible(lesson)
+    for before, cell in itertools.pairwise(cells):
+        if cell.cell_type == "code":
+            assert before.cell_type == "markdown", cell.source
+
+
+def test_there_is_something_to_move(lesson: nbformat.NotebookNode) -> None:
+    assert len(MOVED.findall("\n".join(code(lesson)))) >= FEWEST_CONTROLS
+
+
+def test_a_result_is_a_table_a_picture_or_a_sentence(lesson: nbformat.NotebookNode) -> None:
+    """Python's own spelling of a value has a bracket, a quote or an object's address."""
+    own = next(source for source in sources() if read(source).cells[0].source == lesson.cells[0].source)
+    for cell in visible(nbformat.read(own.with_suffix(".ipynb"), 4)):
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            assert set(data) - {"text/plain"} or "data" not in output, f"{cell.source}\n{data}"
+            assert not re.match(r"[\[({<']|\w+\(", output.get("text", "")), output.text
+
+
+def test_visible_code_is_half_of_what_it_was() -> None:
+    lines = [line for source in LESSONS for cell in code(read(source)) for line in cell.splitlines() if line.strip()]
+    assert len(lines) <= MOST_CODE

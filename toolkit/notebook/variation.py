@@ -1,0 +1,89 @@
+"""`vary()` → `Variation`: a control for each argument of a function, and its answer beneath them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from toolkit.core.errors import StrategyError, ToolkitError
+from toolkit.notebook.answer_panel import AnswerPanel, unknown_control
+from toolkit.notebook.explorer_state import Choice
+
+AT_ONCE = 0.1
+"""Seconds that an answer may take to be given while a slider is dragged."""
+
+
+class Variation(AnswerPanel):
+    """A panel over a function: `controls` by name, `value` (its answer to where they stand), `static_html()`."""
+
+    def __init__(
+        self, answer: Callable[..., Any], options: Mapping[str, Sequence[Any]], start: Mapping[str, Any], heading: str
+    ) -> None:
+        """Answer once at `start`."""
+        self._function, self._options = answer, {name: tuple(values) for name, values in options.items()}
+        self.names = tuple(self._options)
+        self._values = {name: start.get(name, values[len(values) // 2]) for name, values in self._options.items()}
+        self._answers: dict[tuple[Any, ...], Any] = {}
+        for name in start.keys() - self._options.keys():
+            raise unknown_control("vary", name, self.names)
+        self._check()
+        began = time.monotonic()
+        with contextlib.suppress(ToolkitError):  # shown as a sentence
+            self._compute()
+        at_once = time.monotonic() - began < AT_ONCE
+        super().__init__("vary", heading, continuous=self.names if at_once else ())
+
+    def choices(self) -> list[Choice]:
+        """Return the controls' choices at the current values, in order."""
+        return [
+            Choice(name=name, label=name.replace("_", " "), help=f"{len(values)} values", values=values,
+                   value=self._values[name])
+            for name, values in self._options.items()
+        ]  # fmt: skip
+
+    def _move(self, values: Mapping[str, Any]) -> None:
+        self._values |= values
+
+    def _check(self) -> None:
+        for name, value in self._values.items():
+            if value not in self._options[name]:
+                expected = ", ".join(map(str, self._options[name]))
+                raise StrategyError(f"{name} {value!r} is not a choice of this panel. Expected one of {expected}.")
+
+    def _compute(self) -> Any:
+        """Return the function's answer, computed once for each set of values."""
+        self._check()
+        key = tuple(self._values.values())
+        if key not in self._answers:
+            self._answers[key] = self._function(**self._values)
+        return self._answers[key]
+
+
+def vary(
+    answer: Callable[..., Any], *, start: Mapping[str, Any] | None = None, title: str = "", **choices: Sequence[Any]
+) -> Variation:
+    """Return a panel with a control for each keyword, over what `answer` returns for their values.
+
+    A sequence of numbers is a slider, one of words a list. It shows itself in a notebook.
+
+    Args:
+        answer: called with a value for each keyword; returns a result of ours, a table, a picture, something with
+            `_repr_html_`, or a sentence. A `ToolkitError` that it raises is shown as a sentence. Each answer is
+            computed once and kept.
+        start: keyword → its first value; by default the middle of the sequence.
+        title: stands above the controls; by default the function's name.
+        choices: keyword → its values.
+
+    Raises:
+        ToolkitError: for no choices, an empty sequence, or a start that is not among the choices.
+    """
+    for name, values in choices.items():
+        if isinstance(values, str) or not len(values):
+            raise StrategyError(f"vary: {name}={values!r} is not a choice. Expected a sequence of numbers or words.")
+    if not choices:
+        raise StrategyError(
+            "vary: there is nothing to move. Expected a keyword with its values, such as rank=[1, 2, 4]."
+        )
+    return Variation(answer, choices, start or {}, title or str(getattr(answer, "__name__", "")).replace("_", " "))
