@@ -1,11 +1,9 @@
 # %% [markdown]
-# # ZeRO and FSDP: who holds what
+# # Which sharding fits my model, and what does it cost?
 #
-# Several processes train one model. They can share the *data*, the *layers*, the *matrices* of a layer, or the
-# *states* that training needs. This notebook draws these ways, trains the same model under six of them with real
-# processes, and looks at what each rank holds, what it sends, and whether all learn the same. Then two worked
-# examples: a larger batch in the same memory, and a model that only fits with offload. What is **forecast** and what
-# was **measured** is said each time.
+# Your model does not fit on one GPU, or it fits and leaves no room for a batch. Several GPUs can *share* what training
+# needs. Here you train one model under five shardings, read from each what a rank holds and sends, and hold two
+# published recipes against their forecast. Each number says whether it was **measured** or **forecast**.
 
 # %%
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
@@ -23,23 +21,39 @@ if importlib.util.find_spec("toolkit") is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
+# %% [markdown]
+# ## Before you start
+#
+# **You know**: parameters, gradients and optimizer states ([02](02_where_the_memory_goes.ipynb)), activations
+# ([04](04_activations.ipynb)) and master weights ([05](05_precision.ipynb)).
+#
+# **You can then**: choose a sharding and an offload for a machine, say what they send, and find a training that is
+# not sharded as you asked.
+#
+# **Time**: 5 minutes on two CPU cores.
+#
+# **Hardware**: two ranks. First, this machine:
+
 # %%
 import toolkit as tk
 
 tk.environment()
 
+# %% [markdown]
+# These are the numbers to change. On a machine with several GPUs the runs use them.
+
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda" and tk.hardware().count > 1  # sharding takes two ranks, and each its own GPU
-SHARDINGS = "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op"  # trained for real
-STEPS = 50 if GPU else 8  # of each of these runs
-SCRIPTS = "ddp,zero3"  # what the rewritten loop is run under
-T5_RUNS = "ddp,zero2"  # what the first worked example is run under
-T5_LIMIT = 200  # MiB that a rank may take in it
-NAMED = "8x V100-16GB"  # the machine of the second worked example: as AWS p3.16xlarge
+SHARDINGS = "ddp,zero2,zero3,fsdp,fsdp_grad_op"  # trained for real
+STEPS = 50 if GPU else 3  # of each of these runs; on a processor memory is measured in the first three
+ACCUMULATION = 4  # micro-batches of a step in the loop by hand
+WORDS = "zero3,fsdp"  # what the same loop is run under
+PUBLISHED = "2x TITAN-RTX"  # the machine of the published recipes
 
-# %%
+# %% tags=["helper"]
+import json
 import os
-import statistics
+from pathlib import Path
 
 import torch
 import transformers
@@ -47,10 +61,11 @@ from IPython.display import HTML
 
 from toolkit.comparison import Comparison, read_run
 from toolkit.core.atomic_io import read_events
-from toolkit.core.charts import Bar, bars, curve, figure
+from toolkit.core.charts import Bar, bars, figure
 from toolkit.core.display import Table
+from toolkit.core.errors import StrategyError
 from toolkit.core.pictures import picture
-from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
+from toolkit.core.units import format_bytes, format_count
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -58,253 +73,78 @@ if not GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a single GPU cannot be shared by two ranks: they run on the processor
 RANKS = tk.hardware().count if GPU else 2
 MACHINE = tk.hardware(None if GPU else f"{RANKS}x cpu")
+LEFT = Path("runs/06").resolve()
+LEFT.mkdir(parents=True, exist_ok=True)
 
 
 def table(title, columns, rows):
-    return HTML(Table(title=title, columns=columns, rows=rows).html())
+    """A table that shows itself."""
+    return Table(title=title, columns=columns, rows=rows)
 
 
 def show(chart, title, columns, rows):
     """A picture and its table."""
-    return HTML(figure(chart, Table(title=title, columns=columns, rows=rows)))
+    return HTML(figure(chart, table(title, columns, rows)))
 
 
-def spread(found, expected):
-    """The largest relative difference of two curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-
-
-# %% [markdown]
-# ## What can be shared
-#
-# Four devices, a model of four layers. A blue box is what a device holds of a layer, a pale one what it gathers just
-# while that layer computes. The letter above is the part of the batch that it works on, the number below the device.
-
-# %%
-BLUE, PALE, RED, GREY, INK = "#1649ff", "#dbe4ff", "#a21600", "#4b5563", "#1f2937"
-
-
-def draw(title, description, height, fill):
-    """A picture; `fill` draws on axes with one unit a pixel, from the upper left corner."""
-
-    def fill_pixels(axes):
-        axes.set(xlim=(0, 760), ylim=(height, 0), xticks=[], yticks=[])
-        fill(axes)
-
-    return HTML(picture(title, description, fill_pixels, {}, sides=(0, 0), heights=(0, height, 0)))
-
-
-def text(axes, x, y, words, colour=INK, anchor="center", weight="normal"):
-    axes.text(x, y, words, color=colour, ha=anchor, va="baseline", size=12, weight=weight)
-
-
-def box(axes, x, y, width, fill, stroke="#8b95a3"):
-    axes.barh(y + 10, width, 20, left=x, color=fill, edgecolor=stroke, linewidth=1, clip_on=False)
-
-
-def panel(axes, place, name, note, above, rows, held, gathers=False):
-    """Four devices in columns; `held(device, row)` is the stretch of a row's box that the device holds, or None."""
-    x = 30 + 148 * place
-    text(axes, x + 62, 18, name, weight="bold")
-    text(axes, x + 62, 34, note, GREY)
-    for device in range(4):
-        left = x + 32 * device
-        text(axes, left + 14, 56, above[device])
-        text(axes, left + 14, 76 + 26 * rows, device, GREY)
-        for row in range(rows):
-            box(axes, left, 64 + 26 * row, 28, PALE if gathers else "#ffffff")
-            if (part := held(device, row)) is not None:
-                box(axes, left + 28 * part[0], 64 + 26 * row, 28 * (part[1] - part[0]), BLUE, BLUE)
-
-
-def whole(device, row):
-    return (0, 1)
-
-
-def quarter(device, row):
-    return (device / 4, (device + 1) / 4)
-
-
-def layer(device, row):
-    return (0, 1) if device == row else None
-
-
-ways = (
-    ("Data", "DDP", "ABCD", whole, "The whole model on each, a part of the batch on each. Gradients are averaged."),
-    ("Sharded data", "ZeRO-3, FSDP", "ABCD", quarter, "As data, but each keeps a quarter of every layer."),
-    ("Layers", "model parallel", "A   ", layer, "Each has some layers. The batch passes through; the others wait."),
-    ("Pipeline", "GPipe, 1F1B", "1234", layer, "As layers, but micro-batches follow each other."),
-    ("Tensor", "Megatron", "AAAA", quarter, "Each computes with its slice of every matrix. Results are summed."),
-)
-
-
-def draw_ways(axes):
-    for place, (name, note, above, held, _) in enumerate(ways):
-        panel(axes, place, name, note, above, 4, held, gathers=name == "Sharded data")
-    for row in range(4):
-        text(axes, 24, 78 + 26 * row, row + 1, GREY, "right")
-
-
-description = " ".join(f"{name} ({note}): {effect}" for name, note, _, _, effect in ways)
-draw("Five ways to put a model of four layers on four devices", description, 192, draw_ways)
-
-# %%
-table("", ("parallelism", "known as", "what happens"), [(name, note, said) for name, note, _, _, said in ways])
-
-# %% [markdown]
-# Sharded data parallelism looks like tensor parallelism *at rest*, and works like data parallelism: every device
-# computes every layer whole, on its own data. That needs no change of the model, which is why it is the first thing
-# to try. Inside it there are grades:
-
-# %%
-grades = (
-    ("DDP", "", (whole, whole, whole)),
-    ("ZeRO-1", "", (whole, whole, quarter)),
-    ("ZeRO-2", "", (whole, quarter, quarter)),
-    ("ZeRO-3", "", (quarter, quarter, quarter)),
-    ("FSDP", "full shard, grad-op", (quarter, quarter, quarter)),
-)
-
-
-def draw_grades(axes):
-    for place, (name, note, held) in enumerate(grades):
-        panel(axes, place, name, note, "ABCD", 3, lambda device, row, held=held: held[row](device, row))
-    for row, letter in enumerate("PGO"):
-        text(axes, 24, 78 + 26 * row, letter, GREY, "right")
-    legend = "P: parameters, G: gradients, O: optimizer states, twice the parameters with Adam."
-    text(axes, 12, 172, legend, GREY, "left")
-
-
-description = "Rows are parameters, gradients and optimizer states. " + " ".join(
-    f"{name} keeps {held.count(whole)} of the three whole on every device." for name, _, held in grades
-)
-draw("What is sharded between two steps, on four devices", description, 184, draw_grades)
-
-# %%
-kept = {whole: "whole", quarter: "a quarter"}
-rows = [(name, *(kept[one] for one in held)) for name, _, held in grades]
-table("On each of four devices", ("", "parameters", "gradients", "optimizer states"), rows)
-
-# %% [markdown]
-# ## Why layers alone are slow: the bubble
-#
-# With layers on four devices, one works while three wait. A pipeline cuts the batch: S − 1 of its M + S − 1 turns are
-# lost, where S are the stages and M the micro-batches (Huang et al. 2019). Here is that schedule, simulated.
-
-# %%
-STAGES, MICRO = 4, 4
-
-
-def schedule(stages, micro):
-    """(stage, time) → micro-batch and direction: all forwards, then all backwards, as GPipe does."""
-    work, turn = {}, stages + micro - 1
-    for stage in range(stages):
-        for one in range(micro):
-            work[stage, stage + one] = (one, "forward")
-            work[stage, turn + (stages - 1 - stage) + (micro - 1 - one)] = (one, "backward")
-    return work
-
-
-def idle(stages, micro):
-    work = schedule(stages, micro)
-    assert len(work) == 2 * stages * micro, "no stage does two things at once"
-    return 1 - len(work) / (stages * (1 + max(time for _, time in work)))
-
-
-for micro in (1, 2, 4, 16, 64):
-    assert abs(idle(STAGES, micro) - (STAGES - 1) / (micro + STAGES - 1)) < 1e-12
-
-waiting = f"{idle(STAGES, MICRO):.0%}"
-
-
-def draw_schedule(axes):
-    for stage in range(STAGES):
-        text(axes, 60, 30 + 26 * stage, f"device {stage}", GREY)
-    for (stage, time), (one, direction) in schedule(STAGES, MICRO).items():
-        x, y, colour = 100 + 44 * time, 16 + 26 * stage, BLUE if direction == "forward" else RED
-        box(axes, x, y, 42, colour, colour)
-        text(axes, x + 21, y + 15, f"{direction[0].upper()}{one + 1}", "#ffffff")
-    text(axes, 100, 144, f"F: forward, B: backward of a micro-batch. White is waiting: {waiting}.", GREY, "left")
-
-
-description = (
-    f"{STAGES} devices, {MICRO} micro-batches: forwards go down the devices, then backwards up. {waiting} is waiting."
-)
-draw("A pipeline of four stages over time", description, 156, draw_schedule)
-
-# %%
-rows = [(micro, f"{idle(STAGES, micro):.0%}") for micro in (1, 2, 4, 16, 64)]
-table(f"Waiting, {STAGES} stages", ("micro-batches", "of the time"), rows)
-
-# %% [markdown]
-# ## Why tensor parallelism works: a sum of slices
-#
-# In an MLP the first matrix is cut by columns, the second by rows. Each device computes with its slices alone, and
-# the sum of their results is the whole result (Shoeybi et al. 2019).
-
-# %%
-torch.manual_seed(0)
-x, up, down = torch.randn(8, 64), torch.randn(64, 256) / 8, torch.randn(256, 64) / 16
-together = torch.nn.functional.gelu(x @ up) @ down
-slices = [torch.nn.functional.gelu(x @ a) @ b for a, b in zip(up.chunk(4, dim=1), down.chunk(4, dim=0), strict=True)]
-assert torch.allclose(sum(slices), together, atol=1e-5)
-print(f"largest difference of the sum of four slices: {(sum(slices) - together).abs().max():.0e}")
-
-# %% [markdown]
-# The toolkit launches tensor parallelism (`--tp 2`). Context parallelism and pipelines it does not launch yet, and says so
-# instead of doing something else:
-
-# %%
-refused = {}
-for dimension in ("cp", "pp"):
-    try:
-        tk.Strategy(sharding="fsdp", **{dimension: 2})
-    except tk.StrategyError as error:
-        refused[dimension] = str(error)
-assert all("not available yet" in said for said in refused.values())
-assert len(refused) == 2
-print("\n".join(refused.values()))
-
-# %% [markdown]
-# ## Six ways, trained for real
-#
-# `tk.launch` starts processes of their own and comes back at once; the kernel stays free. Only one word differs
-# between these runs. The model is a Llama of 5M parameters, the text Python's own sources, and the precision is the
-# default: fp32 on a processor, bf16 on a GPU that has it.
-
-# %%
-WORDS = SHARDINGS.split(",")
-runs = {}
-for word in WORDS:
-    run = tk.launch(
-        "toolkit.finetune", tk.Strategy(sharding=word), processes=RANKS, steps=STEPS, save=False, save_seconds=0
+def evaluation_loss(run):
+    """The last one of a run."""
+    return next(
+        event["eval_loss"] for event in reversed(read_events(run.folder / "events.jsonl")) if "eval_loss" in event
     )
-    runs[word] = run.wait(progress=word == WORDS[0])  # the first one is shown live
-assert all(run.status == "finished" for run in runs.values())
 
+
+# %% [markdown]
+# The runs of this notebook, forecast for this processor and for two cards:
+
+# %%
+rows = []
+for machine in (f"{RANKS}x cpu", f"{RANKS}x T4", f"{RANKS}x L4"):
+    need = tk.forecast("embedded", tk.Strategy(sharding="ddp"), machine, ranks=RANKS)
+    rows.append((machine, need.strategy.precision, format_bytes(need.needed_bytes), "yes" if need.fits else "no"))
+table("What this notebook's runs need", ("machine", "precision", "a rank needs", "fits"), rows)
+
+# %% [markdown]
+# **Your guess**, before you run on. Two ranks train one model in fp32. Which rank is fullest at its peak: one of DDP,
+# ZeRO-2, ZeRO-3 or FSDP? And which sends the most bytes in a step?
+#
+# ## One word, five trainings
+#
+# `tk.launch` starts processes of their own. Only one word differs between these runs. The model is a Llama of 5M
+# parameters, the text Python's own sources, the precision the default: fp32 on a processor, bf16 on a GPU that has
+# it. Each run also evaluates, with a micro-batch of its own: nothing is kept for a backward there.
+
+# %%
+(LEFT / "held_out.txt").write_text("\n".join(Path(os.__file__).read_text(encoding="utf-8").splitlines()[:300]))
+fields = {
+    "steps": STEPS,
+    "save": False,
+    "save_seconds": 0,
+    "eval_data": str(LEFT / "held_out.txt"),
+    "eval_micro_batch": 8,
+}
+runs = {}
+for word in SHARDINGS.split(","):
+    strategy = tk.Strategy(sharding=word, loss="whole", activation_checkpointing="none")  # equal but for one word
+    runs[word] = tk.launch("toolkit.finetune", strategy, processes=RANKS, **fields).wait(progress=False)
+
+# %% [markdown]
+# First what each took: **measured** by the allocator, and behind the × the **forecast** from before the launch, as a
+# multiple of the measurement. Below: did all learn the same? (On two cores of a processor the speeds say little.)
+
+# %%
 results = {word: read_run(run.folder) for word, run in runs.items()}
 comparison = Comparison(model="embedded", data="embedded", results=tuple(results.values()))
 comparison
 
-# %% [markdown]
-# The first table says how fast each was and whether it learned the same, the second what it took: **measured** by the
-# allocator, and behind the × what had been **forecast** before the launch, as a multiple of the measurement. On two
-# cores of a processor the speeds mean little.
-
-# %%
+# %% tags=["check"]
+assert all(run.status == "finished" for run in runs.values())
 for result in results.values():
     assert abs(result.forecast["device"]["peak_bytes"] / result.measured["peak_bytes"] - 1) < (0.1 if GPU else 0.03)
-
-# %% [markdown]
-# ## Who holds what
-#
-# What the fullest rank holds at the highest point of the run. *Transient* is what comes and goes within a step:
-# activations, gradients, buffers.
-
-# %%
+    assert comparison.agrees(result)
 elements = tk.describe("embedded").elements
 HALF = comparison.results[0].strategy["precision"] in ("bf16", "fp16")
-WIDTH = {word: 2 if HALF and word.startswith("zero") else 4 for word in WORDS}  # bytes of a parameter: notebook 03
+WIDTH = {word: 2 if HALF and word.startswith("zero") else 4 for word in runs}  # bytes of a parameter
 SHARDED = ("zero3", "fsdp", "fsdp_grad_op")
 for word, result in results.items():
     share = elements * WIDTH[word] / (RANKS if word in SHARDED else 1)
@@ -312,51 +152,202 @@ for word, result in results.items():
     optimizer = 8 * elements / (1 if word == "ddp" else RANKS)
     assert abs(result.measured["parts"].get("optimizer", optimizer) - optimizer) < 0.08 * elements
 
-chart = bars(
-    [Bar(label=word, parts=result.measured["parts"]) for word, result in results.items()],
-    title=f"At the peak, the fullest of {RANKS} ranks (measured)",
-)
-rows = [(word, *map(format_bytes, result.parameter_bytes_per_rank)) for word, result in results.items()]
-show(chart, "Parameters held between steps", ("sharding", *(f"rank {rank}" for rank in range(RANKS))), rows)
-
 # %% [markdown]
-# Two ranks are few. In fp32 DeepSpeed keeps a second copy of its shard as *master*, and ZeRO-3 gathers into buffers:
-# on two ranks it takes more than ZeRO-2, and saves only from more ranks on. FSDP has no second copy.
+# Sharding changes where a number lies, not what it is: the losses agree, but for the order of sums. What differs is
+# what the fullest rank holds at its peak. *Transient* comes and goes within a step.
 
 # %%
-if {"zero2", "zero3", "fsdp"} <= set(WORDS) and RANKS == 2 and not HALF:
+each = [Bar(label=word, parts=result.measured["parts"]) for word, result in results.items()]
+HTML(bars(each, title=f"At the peak, the fullest of {RANKS} ranks (measured)"))
+
+# %% [markdown]
+# On two ranks, in fp32, ZeRO-3 can take more than ZeRO-2: DeepSpeed keeps a second copy of its shard as master, and
+# gathers into buffers. FSDP's shard *is* the master. One pair is not equal, though tables often say so:
+# `fsdp_grad_op` (FSDP1's `SHARD_GRAD_OP`) and ZeRO-2. ZeRO-2 holds all parameters at all times; grad-op holds its
+# shard between steps.
+
+# %% tags=["check"]
+if {"zero2", "zero3", "fsdp"} <= set(runs) and RANKS == 2 and not HALF:
     peak = {word: results[word].measured["peak_bytes"] for word in ("zero2", "zero3", "fsdp")}
     assert peak["fsdp"] < peak["zero2"] < peak["zero3"]
-    print({word: format_bytes(size) for word, size in peak.items()})
+if {"zero2", "fsdp_grad_op"} <= set(runs):
+    pair = {word: max(results[word].parameter_bytes_per_rank) / WIDTH[word] for word in ("zero2", "fsdp_grad_op")}
+    assert abs(pair["fsdp_grad_op"] / pair["zero2"] - 1 / RANKS) < 0.01
+assert tk.Strategy(sharding="SHARD_GRAD_OP").sharding == "fsdp_grad_op"
 
 # %% [markdown]
-# With the ranks the shards shrink. The **forecast**, of the states alone, between two steps:
+# ## Who holds what, on your machine
+#
+# Two ranks are few. Take a Llama of 8B on eight A100: move the sharding, the offload and the number of devices, and
+# watch which part shrinks. Find the first number of devices at which `fsdp` fits without offload.
+
+# %% tags=["helper"]
+from transformers import LlamaConfig
+
+LLAMA_8B = tk.describe(
+    LlamaConfig(hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+                num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192)
+)  # fmt: skip
 
 # %%
+BATCH = tk.TrainConfig(micro_batch=1, seq_len=4096)
+tk.explore(
+    "memory", LLAMA_8B, "8x A100-80GB", tk.Strategy(sharding="fsdp"), BATCH, controls=["sharding", "offload", "devices"]
+)
+
+# %% tags=["check"]
 COUNTS, STATES = (2, 4, 8, 16), ("parameters", "master", "optimizer")
 
 
 def states_of(word, ranks):
     parts = tk.forecast("embedded", tk.Strategy(sharding=word), f"{ranks}x cpu").parts
-    return sum(parts[part] for part in STATES) / 2**20
+    return sum(parts.get(part, 0) for part in STATES)
 
 
-states = {word: [(ranks, states_of(word, ranks)) for ranks in COUNTS] for word in dict.fromkeys(("ddp", *WORDS))}
-assert states["ddp"][0][1] == states["ddp"][-1][1]  # DDP never shrinks
-assert all(line[-1][1] < line[0][1] for word, line in states.items() if word != "ddp")
-rows = [(word, *(f"{size:.1f}" for _, size in line)) for word, line in states.items()]
-chart = curve(states, title="States shrink with the ranks (forecast, fp32)", x="ranks", y="MiB a rank")
-show(chart, "MiB of states a rank", ("sharding", *(f"{ranks} ranks" for ranks in COUNTS)), rows)
+states = {word: [states_of(word, ranks) for ranks in COUNTS] for word in dict.fromkeys(("ddp", *runs))}
+assert states["ddp"][0] == states["ddp"][-1]  # DDP never shrinks
+assert all(sizes[-1] < sizes[0] for word, sizes in states.items() if word != "ddp")
+
+# %% [markdown]
+# ## A step, moment by moment
+#
+# Four ranks, a model of four layers. Blue is a parameter that the rank keeps, pale one that it has gathered for now,
+# red a gradient, green the optimizer's states. The lane below is the rank's part of the **host**. Choose a sharding,
+# then go through the step: which layer is whole, and when are the gradients reduced? Bytes are for 1B parameters in
+# bf16: 2 a parameter, 4 a gradient, 12 for master and moments.
+
+# %% tags=["helper"]
+BLUE, PALE, RED, GREEN, GREY, INK = "#1649ff", "#c5d2ff", "#a21600", "#33a36b", "#4b5563", "#1f2937"
+LAYERS, PIECES, BILLION = 4, 4, 10**9
+SHOWN = ["ddp", "zero1", "zero2", "zero3"]
+MOMENTS = ["between steps", *(f"forward {n}" for n in range(1, 5)), *(f"backward {n}" for n in range(4, 0, -1)), "step"]
+
+
+class Moment:
+    """What each of four ranks holds and has sent at a moment of a step. Sizes are shares of a whole model's part."""
+
+    def __init__(self, sharding, offload, at):
+        tk.Strategy(sharding=sharding, offload=offload)  # refuses what no engine runs
+        self.away, self.host_parameters = offload != "none", offload == "cpu"
+        self.sharded_p, self.sharded_g, self.sharded_o = (
+            sharding == "zero3",
+            sharding in ("zero2", "zero3"),
+            sharding != "ddp",
+        )
+        now = MOMENTS.index(at)
+        self.gathered = (
+            ({now - 1} if 1 <= now <= 4 else {8 - now} if 5 <= now <= 8 else set()) if self.sharded_p else set()
+        )
+        done = range(max(0, 9 - now), LAYERS) if now >= 5 else range(0)  # layers with finished gradients
+        self.current = {8 - now} if 5 <= now <= 8 else set()
+        self.gradients = dict.fromkeys(done, 1 / PIECES if self.sharded_g else 1.0) | dict.fromkeys(self.current, 1.0)
+        self.stepped = at == "step"
+        self.sent, self.bus = self._moved(min(now, 4), min(max(0, now - 4), 4))
+
+    def _moved(self, forwards, backwards):
+        """Bytes that a rank has sent to others, and over PCIe."""
+        p, g, part = 2 * BILLION / LAYERS, 4 * BILLION / LAYERS, (PIECES - 1) / PIECES
+        sent = part * (p * (forwards + backwards) if self.sharded_p else 0)
+        sent += part * g * backwards * (1 if self.sharded_o else 2)  # a reduce-scatter, or an all-reduce of two halves
+        sent += part * p * LAYERS if self.stepped and self.sharded_o and not self.sharded_p else 0
+        bus = g / PIECES * backwards if self.away else 0
+        bus += p / PIECES * (forwards + backwards) if self.host_parameters else 0
+        bus += p * LAYERS / PIECES if self.away and self.stepped and not self.host_parameters else 0
+        return sent, bus
+
+    def device_bytes(self):
+        own = 0 if self.host_parameters else 1 / PIECES if self.sharded_p else 1
+        whole = len(self.gathered) / LAYERS * (1 - own)
+        kept = {} if self.away and self.sharded_o else self.gradients
+        gradients = sum({**kept, **dict.fromkeys(self.current, 1.0)}.values()) / LAYERS
+        states = 0 if self.away else 1 / PIECES if self.sharded_o else 1
+        return BILLION * (2 * (own + whole) + 4 * gradients + 12 * states)
+
+    def host_bytes(self):
+        if not self.away:
+            return 0
+        return (
+            BILLION
+            / PIECES
+            * (12 + (2 if self.host_parameters else 0) + 4 * len(set(self.gradients) - self.current) / LAYERS)
+        )
+
+
+def strip(axes, x, y, width, parts):
+    """A box from its coloured stretches: (from, to, colour)."""
+    axes.barh(y, width, 18, left=x, color="#ffffff", edgecolor="#8b95a3", linewidth=1, clip_on=False)
+    for begin, end, colour in parts:
+        axes.barh(y, width * (end - begin), 18, left=x + width * begin, color=colour, clip_on=False)
+
+
+def draw_moment(axes, moment):
+    axes.set(xlim=(0, 760), ylim=(196, 0), xticks=[], yticks=[])
+    text = {"va": "center", "size": 12, "color": GREY}
+    for label, y in (("parameters", 34), ("gradients", 64), ("optimizer", 94), ("host", 140)):
+        axes.text(92, y, label, ha="right", **text)
+    axes.axhline(117, color="#8b95a3", lw=1, ls="--")
+    for rank in range(PIECES):
+        left, own = 104 + 166 * rank, (rank / PIECES, (rank + 1) / PIECES)
+        axes.text(left + 72, 10, f"rank {rank}", ha="center", **text)
+        for layer in range(LAYERS):
+            x, parts = left + 37 * layer, []
+            parts += [(0, 1, PALE)] if layer in moment.gathered else []
+            kept = own if moment.sharded_p else (0, 1)
+            parts += [] if moment.host_parameters else [(*kept, BLUE)]
+            strip(axes, x, 34, 34, parts)
+            if moment.host_parameters:
+                strip(axes, x, 140, 34, [(*own, BLUE)])
+            whole = layer in moment.current or not moment.sharded_g
+            gone = moment.away and layer not in moment.current
+            red = [(*((0, 1) if whole else own), RED)] if layer in moment.gradients else []
+            strip(axes, x, 64, 34, [] if gone else red)
+            if moment.away:
+                strip(axes, x, 162, 34, red if gone else [])
+        states = [(*(own if moment.sharded_o else (0, 1)), GREEN)]
+        strip(axes, left, 94, 145, [] if moment.away else states)
+        if moment.away:
+            strip(axes, left, 184, 145, states)
+
+
+# %%
+def moment_of_a_step(sharding, offload, moment):
+    here = Moment(sharding, offload, moment)
+    sizes = [format_bytes(round(size)) for size in (here.device_bytes(), here.host_bytes(), here.sent, here.bus)]
+    title = f"{sharding}, offload {offload}: {moment}"
+    chart = picture(title, ", ".join(sizes), lambda axes: draw_moment(axes, here), {}, (0, 0), (0, 196, 4))
+    return show(chart, "", ("a device holds", "its host holds", "sent so far, a rank", "over PCIe so far"), [sizes])
+
+
+STARTS = {"sharding": "zero3", "offload": "cpu", "moment": "backward 3"}
+tk.vary(moment_of_a_step, start=STARTS, sharding=SHOWN, offload=["none", "optimizer", "cpu"], moment=MOMENTS)
+
+# %% tags=["check"]
+SMALL = "4x L4"
+for word in ("ddp", "zero1", "zero2", "zero3"):
+    strategy = tk.Strategy(sharding=word, precision="bf16")
+    # An account of the whole step: DDP gathers no bf16 copy, since its parameters are fp32.
+    sent = Moment(word, "none", "step").sent
+    assert abs(tk.forecast("embedded", strategy, SMALL).communication_bytes / (sent / BILLION * elements) - 1) < 1e-3
+at_rest = {word: Moment(word, "none", "between steps").device_bytes() for word in ("ddp", "zero1", "zero2", "zero3")}
+assert at_rest["ddp"] > at_rest["zero1"] == at_rest["zero2"] > at_rest["zero3"]
+assert Moment("zero3", "cpu", "between steps").device_bytes() == 0
+
+# %% [markdown]
+# The toolkit's own account of a real step, with every allocation, is the timeline. `toolkit timeline` shows it for
+# any model:
+
+# %%
+tk.explore("timeline", LLAMA_8B, "8x A100-80GB", tk.Strategy(sharding="zero3"), BATCH, controls=["sharding", "offload"])
 
 # %% [markdown]
 # ## What is sent
 #
-# Ranks talk in *collectives*. The classic one, the **all-reduce**, gives everybody the sum of all. In a ring it is
-# two halves: a **reduce-scatter** (each ends with the sum of one part) and an **all-gather** (each collects all
-# parts). Each half sends (N − 1)/N of the tensor. Count it:
+# Ranks talk in *collectives*. An **all-reduce** gives everybody the sum of all. In a ring it has two halves: a
+# **reduce-scatter** (each ends with the sum of one part) and an **all-gather** (each collects all parts). Each half
+# sends (N − 1)/N of the tensor. Move the ranks: it hardly grows.
 
 
-# %%
+# %% tags=["helper"]
 def ring(tensors):
     """All-reduce in a ring. Every rank's result, and the elements that one rank sent in each half."""
     ranks, sent = len(tensors), []
@@ -375,20 +366,6 @@ def ring(tensors):
     return [torch.cat(part) for part in parts], sent
 
 
-for ranks in (2, 4, 8):
-    tensors = [torch.randn(1024) for _ in range(ranks)]
-    summed, sent = ring(tensors)
-    assert all(torch.allclose(one, sum(tensors), atol=1e-5) for one in summed)
-    assert sent == [1024 * (ranks - 1) // ranks] * 2
-    print(f"{ranks} ranks: {sent[0]} + {sent[1]} of 1024 elements sent by each")
-
-# %% [markdown]
-# DDP all-reduces gradients: 2 halves. ZeRO-1 and 2 reduce-scatter gradients, each rank steps its part, and all-gather
-# the parameters: 2 halves as well. ZeRO-3 and FSDP gather parameters twice, for the forward and for the backward, and
-# reduce-scatter gradients: 3 halves, half as much again. Grad-op keeps the gathered parameters until the backward: 2.
-# The toolkit's forecast counts the same (these are **computed**, not measured):
-
-# %%
 HALVES = {
     "ddp": {"gradients": 2},
     "zero1": {"gradients": 1, "parameters": 1},
@@ -397,433 +374,443 @@ HALVES = {
     "fsdp": {"gradients": 1, "parameters": 2},
     "fsdp_grad_op": {"gradients": 1, "parameters": 1},
 }
-share = (RANKS - 1) / RANKS * elements
-volume = {
-    word: {part: halves * share * (2 if HALF and part == "parameters" else 4) for part, halves in HALVES[word].items()}
-    for word in WORDS
-}
+
+
+# %%
+def sent_in_a_step(ranks, model_in_billions):
+    share = ring([torch.ones(1024)] * ranks)[1][0] / 1024  # of a half: counted
+    sizes, rows = {"gradients": 4e9, "parameters": 2e9}, []
+    for word, halves in HALVES.items():
+        parts = {part: number * share * sizes[part] * model_in_billions for part, number in halves.items()}
+        rows.append(Bar(label=word, parts=parts))
+    return bars(rows, title=f"Sent by each of {ranks} ranks in a step, in bf16 (computed)")
+
+
+tk.vary(sent_in_a_step, ranks=[2, 4, 8, 16, 32], model_in_billions=[1, 8, 70])
+
+# %% tags=["check"]
+for ranks in (2, 4, 8):
+    tensors = [torch.randn(1024) for _ in range(ranks)]
+    summed, sent = ring(tensors)
+    assert all(torch.allclose(one, sum(tensors), atol=1e-5) for one in summed)
+    assert sent == [1024 * (ranks - 1) // ranks] * 2
 for word, run in runs.items():
-    assert run.memory["forecast"]["communication_bytes"] == round(sum(volume[word].values()))
-chart = bars(
-    [Bar(label=word, parts=parts) for word, parts in volume.items()],
-    title=f"Sent by a rank in a step, {RANKS} ranks (computed)",
-)
-rows = [(word, sum(HALVES[word].values()), format_bytes(sum(parts.values()))) for word, parts in volume.items()]
-show(chart, "Sent by a rank in a step", ("sharding", "halves", "bytes"), rows)
+    each = {"gradients": 4, "parameters": 2 if HALF else 4}
+    volume = sum(n * each[part] * elements * (RANKS - 1) / RANKS for part, n in HALVES[word].items())
+    assert run.memory["forecast"]["communication_bytes"] == round(volume)
 
 # %% [markdown]
-# ## Two families, one vocabulary
+# DDP all-reduces gradients: 2 halves. ZeRO-2 reduce-scatters them, and all-gathers the stepped parameters: 2 halves.
+# ZeRO-3 and FSDP gather parameters twice, for the forward and for the backward: 3 halves. Grad-op keeps them from
+# forward to backward: 2.
 #
-# DeepSpeed and FSDP name the same ideas differently. The toolkit's own table says which word is which engine's:
-
-# %%
-from toolkit.config.strategy import SHARDINGS as TABLE
-from toolkit.engines.resolution import accelerate_config, resolve
-
-rows = [(row.word, row.engine, ", ".join(row.aliases) or "–", row.shards) for row in TABLE.values()]
-assert tk.Strategy(sharding="FULL_SHARD").sharding == "fsdp"
-assert tk.Strategy(sharding="SHARD_GRAD_OP").sharding == "fsdp_grad_op"
-table("", ("word", "engine", "FSDP1 calls it", "sharded"), rows)
-
-# %% [markdown]
-# And these are the fields of the files that `accelerate launch` reads, as each engine writes them for the same
-# request. Take them from here rather than from memory: both are generated in this cell.
-
-
-# %%
-def written(word, offload="none"):
-    """What the strategy becomes: the engine's part of the Accelerate config, and its settings for this model."""
-    strategy = tk.Strategy(sharding=word, offload=offload)
-    file = accelerate_config(strategy, RANKS)
-    on = tk.hardware("2x A100-80GB")
-    job = resolve(strategy, tk.TrainConfig(), tk.describe("embedded"), RANKS, on.device)
-    return {
-        **file,
-        **file.get("deepspeed_config", {}),
-        **file.get("fsdp_config", {}),
-        **job.settings,
-        **job.settings.get("zero_optimization", {}),
-    }
-
-
-zero2, zero3, moved = written("zero2"), written("zero3"), written("zero3", "cpu")
-grad_op, full, away = written("fsdp_grad_op"), written("fsdp"), written("fsdp", "cpu")
-
-
-def spelled(where, *names):
-    return ", ".join(f"{name}: {where[name]}" for name in names)
-
-
-rows = [
-    ("engine", spelled(zero3, "distributed_type"), spelled(full, "distributed_type", "fsdp_version")),
-    ("shard all", spelled(zero3, "zero_stage"), spelled(full, "fsdp_reshard_after_forward")),
-    ("shard gradients and optimizer", spelled(zero2, "zero_stage"), spelled(grad_op, "fsdp_reshard_after_forward")),
-    (
-        "keep states on the host",
-        spelled(moved, "offload_optimizer_device", "offload_param_device"),
-        spelled(away, "fsdp_offload_params"),
-    ),
-    (
-        "load without a copy on each rank",
-        spelled(zero3, "zero3_init_flag"),
-        spelled(full, "fsdp_cpu_ram_efficient_loading"),
-    ),
-    (
-        "what is gathered at once",
-        spelled(zero3, "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
-        spelled(full, "fsdp_auto_wrap_policy", "wrap"),
-    ),
-    ("reduce gradients in", spelled(zero3, "communication_data_type"), spelled(full, "reduce_dtype")),
-    ("clip gradients", spelled(zero3, "gradient_clipping"), "in the loop: clip_grad_norm_"),
-]
-table("", ("idea", "DeepSpeed", "FSDP2"), rows)
-
-# %% [markdown]
-# One pair is *not* equal, though tables often say so: `SHARD_GRAD_OP` and ZeRO-2. ZeRO-2 holds all parameters on
-# every rank at all times. Grad-op holds its shard between steps, and all of them only from forward to backward. The
-# audits above show it:
-
-# %%
-if {"zero2", "fsdp_grad_op"} <= set(WORDS):
-    pair = {word: max(results[word].parameter_bytes_per_rank) / WIDTH[word] for word in ("zero2", "fsdp_grad_op")}
-    assert abs(pair["fsdp_grad_op"] / pair["zero2"] - 1 / RANKS) < 0.01
-    print({word: f"{count / elements:.0%} of all parameters on a rank" for word, count in pair.items()})
-
-# %% [markdown]
-# ## All learn the same
+# ## DDP by hand, in six parts
 #
-# Sharding changes where a number lies, not what it is. From the same checkpoint and over the same samples in the same
-# order, the curves lie on each other; what differs is the order of sums.
+# What do libraries do for you? This is a whole DDP training with gradient accumulation, without any of them: init,
+# wrap, accumulate, synchronize at the last micro-batch alone, write on rank 0, destroy. A hook counts the
+# all-reduces.
 
-# %%
-for result in results.values():
-    assert comparison.agrees(result)
-lines = {word: list(enumerate(result.losses, start=1)) for word, result in results.items()}
-rows = [
-    (word, f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}", f"{comparison.difference(result):.0e}")
-    for word, result in results.items()
-]
-chart = curve(lines, title=f"{len(WORDS)} shardings, one curve", x="step", y="loss")
-show(chart, "Losses", ("sharding", "first", "last", "largest relative difference"), rows)
+# %% tags=["helper"]
+from contextlib import nullcontext
 
-# %% [markdown]
-# ## Five lines: from a plain loop to an Accelerate one
-#
-# A plain PyTorch loop, on one process. The model is GPT-2-shaped and small, made here from its config.
-
-# %%
-import difflib
-import io
-import re
-import runpy
-from contextlib import redirect_stdout
-from functools import cache
-from html import escape
-from pathlib import Path
-
-from transformers import AutoTokenizer, GPT2Config, T5Config
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data import embedded_files
-from toolkit.training.preflight import random_model
+from toolkit.data.embedded import embedded_model
 
-shape = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 4096}
-still = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-GPT2 = random_model(Path("gpt2-small").resolve(), GPT2Config(**shape, **still))
+FOLDER = str(embedded_model())
+tokens = AutoTokenizer.from_pretrained(FOLDER)(embedded_files()[0].read_text(encoding="utf-8"), verbose=False)[
+    "input_ids"
+]
+MADE = 2 * ACCUMULATION * RANKS  # rows: two steps
+ROWS = torch.tensor((tokens * (1 + MADE * 64 // len(tokens)))[: MADE * 64]).view(-1, 64)
 
-tokenizer = AutoTokenizer.from_pretrained(GPT2)
-sources = "\n".join(path.read_text(encoding="utf-8") for path in embedded_files()[:40])
-GLOBAL, LENGTH, LOOP_STEPS = 4 * RANKS, 64, min(STEPS, 8)
-tokens = tokenizer(sources, verbose=False)["input_ids"][: LOOP_STEPS * GLOBAL * LENGTH]
-torch.save(torch.tensor(tokens).view(-1, LENGTH), "rows.pt")
 
-PLAIN = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
+# %%
+def count_and_reduce(calls, bucket):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-model_folder, rows, batch = sys.argv[1], torch.load(sys.argv[2]), int(sys.argv[3])
-device = "cuda" if torch.cuda.is_available() else "cpu"
-model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = torch.utils.data.DataLoader(rows, batch_size=batch)
-for ids in loader:
-    ids = ids.to(device)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    calls.append(bucket.buffer().nbytes)
+    return allreduce_hook(None, bucket)
+
+
+# %% [markdown]
+# Parts 3 and 4 are a step: `no_sync()` keeps DDP from an all-reduce after every micro-batch, of which only the last
+# one counts.
+
+
+# %%
+def a_step(model, optimizer, rows, sync_last_only):
+    for number, ids in enumerate(rows, start=1):  # 3. accumulate
+        wait = sync_last_only and number < len(rows)
+        with model.no_sync() if wait else nullcontext():  # 4. synchronize at the last one
+            loss = model(input_ids=ids[None], labels=ids[None]).loss
+            (loss / len(rows)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"loss {loss.item():.9f}", flush=True)
-""".lstrip()
+    return loss.item()
 
 
-def losses_in(said):
-    return [float(found) for found in re.findall(r"^loss ([\d.]+)$", said, re.MULTILINE)]
+# %% [markdown]
+# The other four parts stand around the steps.
 
 
-def plain(script):
-    """The losses of a script that is run here, in one process, with the whole batch."""
-    before, sys.argv = sys.argv, [script, GPT2, "rows.pt", str(GLOBAL)]
+# %%
+def by_hand(sync_last_only, out):
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
+    dist.init_process_group("nccl" if GPU else "gloo")  # 1. init
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(device)
+    model = DistributedDataParallel(model)  # 2. wrap
+    model.register_comm_hook(calls := [], count_and_reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mine = ROWS[dist.get_rank() :: dist.get_world_size()].to(device)
+    losses = [a_step(model, optimizer, rows, sync_last_only) for rows in mine.split(ACCUMULATION)]
+    if dist.get_rank() == 0:  # 5. one rank writes
+        Path(out).write_text(json.dumps({"losses": losses, "calls": calls}))
+    dist.destroy_process_group()  # 6. destroy
+
+
+# %% [markdown]
+# Run it with the rule and without:
+
+# %%
+told = {}
+for name, rule in (("at the last micro-batch", True), ("at every micro-batch", False)):
+    out = LEFT / f"by_hand_{rule}.json"
+    tk.launch(by_hand, tk.Strategy(sharding="ddp"), processes=RANKS, args=(rule, str(out))).wait(progress=False)
+    told[name] = json.loads(out.read_text())
+rows = [
+    (name, len(each["calls"]), format_bytes(sum(each["calls"])), f"{each['losses'][-1]:.6f}")
+    for name, each in told.items()
+]
+table("Two steps (counted)", ("gradients are reduced", "all-reduces", "bytes reduced", "last loss of rank 0"), rows)
+
+# %% tags=["check"]
+once, always = told.values()
+assert len(always["calls"]) > len(once["calls"])
+assert sum(always["calls"]) == ACCUMULATION * sum(once["calls"])
+assert sum(once["calls"]) == 2 * 4 * elements  # two steps, four bytes a gradient
+assert max(abs(a - b) for a, b in zip(once["losses"], always["losses"], strict=True)) < 1e-4
+
+# %% [markdown]
+# The same training, and the bytes are divided by the number of micro-batches. (DDP makes its buckets of 25 MiB from
+# the order of the first backward: the first pass has one all-reduce, later ones have a few.) Now the same loop with the toolkit's
+# `Accelerator`. First the inner part, for one micro-batch:
+
+
+# %%
+def accelerated_step(accelerator, model, optimizer, ids):
+    with accelerator.accumulate(model):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+# %% [markdown]
+# And what stands around it. Nothing here says how it is sharded: that is the launch's word.
+
+
+# %%
+def with_accelerate(out):
+    train_config = tk.TrainConfig(micro_batch=1, accumulation=ACCUMULATION, max_grad_norm=0)
+    accelerator = tk.accelerator(train_config=train_config, spec=tk.describe(FOLDER))
+    model, _ = tk.load(accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=1)
+    model, optimizer, loader = tk.prepare(accelerator, model, optimizer, loader)
+    losses = [accelerated_step(accelerator, model, optimizer, ids) for ids in loader][ACCUMULATION - 1 :: ACCUMULATION]
+    if accelerator.is_main_process:
+        Path(out).write_text(json.dumps(losses))
+    accelerator.end_training()
+
+
+# %% [markdown]
+# Under ZeRO-3 with everything on the host, and under FSDP:
+
+# %%
+rows = [("by hand, ddp", f"{once['losses'][-1]:.6f}", "–")]
+apart = {}
+for word in WORDS.split(","):
+    strategy = tk.Strategy(sharding=word, offload="cpu" if word == "zero3" else "none", precision="fp32")
+    out = LEFT / f"{word}.json"
+    tk.launch(with_accelerate, strategy, processes=RANKS, args=(str(out),)).wait(progress=False)
+    losses = json.loads(out.read_text())
+    apart[word] = max(abs(a - b) / b for a, b in zip(losses, once["losses"], strict=True))
+    rows.append((f"tk.accelerator, {word}, offload {strategy.offload}", f"{losses[-1]:.6f}", f"{apart[word]:.0e}"))
+table("The same rows, the same losses", ("training", "last loss of rank 0", "largest relative difference"), rows)
+
+# %% tags=["check"]
+assert max(apart.values()) < 1e-4
+
+# %% [markdown]
+# On CPU ranks the host *is* the device, so that this offload moved nothing. It was the same code, and the same
+# numbers.
+#
+# ## Not what you asked for: StrategyMismatch
+#
+# An old habit: wrap the model in DDP, then train it under `fsdp`. It runs, every rank holds everything, and nobody
+# says so. `tk.audit` compares what was prepared with what was asked for.
+
+
+# %%
+def an_old_habit(repaired, out):
+    accelerator = tk.accelerator(train_config=tk.TrainConfig(max_grad_norm=0), spec=tk.describe(FOLDER))
+    model, _ = tk.load(accelerator)
+    model = model if repaired else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
     try:
-        with redirect_stdout(io.StringIO()) as said:
-            runpy.run_path(script)
-    finally:
-        sys.argv = before
-    return losses_in(said.getvalue())
+        if repaired:
+            model, optimizer = tk.prepare(accelerator, model, optimizer)
+        tk.audit(model, optimizer)
+        said = f"as asked: {type(model).__name__}"
+    except tk.StrategyMismatch as error:
+        said = f"StrategyMismatch: {error}"
+    if accelerator.is_main_process:
+        Path(out).write_text(said)
 
-
-Path("plain.py").write_text(PLAIN)
-alone = plain("plain.py")
-assert len(alone) == LOOP_STEPS
-print("one process:", [round(loss, 4) for loss in alone])
 
 # %% [markdown]
-# Five lines are added, and two of the old ones go. The batch is now a rank's part of the global one.
+# Met, and repaired: `tk.prepare` wraps the model, and audits it.
 
 # %%
-EDITS = {
-    "import torch\n": "import torch\nfrom accelerate import Accelerator\n",
-    'device = "cuda" if torch.cuda.is_available() else "cpu"\n': (
-        "accelerator = Accelerator(cpu=not torch.cuda.is_available())\ndevice = accelerator.device\n"
-    ),
-    "batch_size=batch)\n": "batch_size=batch)\nmodel, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n",
-    "loss.backward()": "accelerator.backward(loss)",
-}
-accelerated = PLAIN
-for old, new in EDITS.items():
-    assert accelerated.count(old) == 1
-    accelerated = accelerated.replace(old, new)
-Path("accelerated.py").write_text(accelerated)
-
-changes = [line for line in difflib.ndiff(PLAIN.splitlines(), accelerated.splitlines()) if not line.startswith("?")]
-assert sum(line.startswith("+") for line in changes) == 5
-assert sum(line.startswith("-") for line in changes) == 2
-colours = {"+": "#e6f4ea;color:#0b5323", "-": "#fdecea;color:#8a1c12"}
-shown = "\n".join(f'<span style="background:{colours.get(line[0], "none")}">{escape(line)}</span>' for line in changes)
-HTML(f'<pre style="background:#fff;color:{INK};padding:.6em">{shown}</pre>')
-
-# %% [markdown]
-# `tk.launch` takes scripts, too. Every rank prints the loss of its own part; their mean is the loss of the global
-# batch.
-#
-# Accelerate's own `Accelerator` trains under DDP on a processor, but silently ignores FSDP and DeepSpeed there.
-# `tk.accelerator()` makes a real `Accelerator` that shards everywhere. Two of the five lines are spelled otherwise
-# then, and the same script runs under any word: here under **ZeRO-3 with everything offloaded to the host**.
-
-# %%
-OURS = {
-    "from accelerate import Accelerator": "import toolkit as tk",
-    "Accelerator(cpu=not torch.cuda.is_available())": (
-        "tk.accelerator(train_config=tk.TrainConfig(micro_batch=batch, max_grad_norm=0))"
-    ),
-}
-sharded = accelerated
-for old, new in OURS.items():
-    assert sharded.count(old) == 1
-    sharded = sharded.replace(old, new)
-Path("sharded.py").write_text(sharded)
-
-plans = {
-    "ddp": ("accelerated.py", tk.Strategy(sharding="ddp", precision="fp32")),
-    "zero3": ("sharded.py", tk.Strategy(sharding="zero3", offload="cpu", precision="fp32")),
-}
-given = (GPT2, Path("rows.pt").resolve(), GLOBAL // RANKS)
-curves = {"plain.py, 1 process": alone}
-for word in SCRIPTS.split(","):
-    script, strategy = plans[word]
-    run = tk.launch(script, strategy, processes=RANKS, args=given).wait(progress=False)
-    each = [losses_in(run.logs(rank)) for rank in range(RANKS)]
-    offloaded = " + offload" if strategy.offload != "none" else ""
-    curves[f"{script}, {word}{offloaded}, {RANKS} ranks"] = [sum(losses) / RANKS for losses in zip(*each, strict=True)]
-
-assert len(curves) == 1 + len(SCRIPTS.split(","))
-assert all(spread(losses, alone) < 1e-4 for losses in curves.values())
-lines = {name: list(enumerate(losses, start=1)) for name, losses in curves.items()}
-rows = [
-    (name, f"{losses[0]:.5f}", f"{losses[-1]:.5f}", f"{spread(losses, alone):.0e}") for name, losses in curves.items()
-]
-chart = curve(lines, title="The same losses", x="step", y="loss")
-show(chart, "Losses", ("run", "first", "last", "largest relative difference"), rows)
-
-# %% [markdown]
-# ## Worked example 1: a larger batch in the same memory
-#
-# A T5-shaped model on two GPUs. DDP keeps everything on both; ZeRO-2 shards what Adam needs, and the room goes to the
-# batch. How much larger can it be? Ask the **forecast**, by bisection:
-
-# %%
-shape = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16}
-T5_LARGE = T5Config(vocab_size=32128, decoder_start_token_id=0, **shape)
-
-
-def largest(spec, word, machine, seq_len, limit=None):
-    """The forecast of the largest micro-batch that a rank has room for."""
-
-    @cache
-    def at(size):
-        train_config = tk.TrainConfig(micro_batch=size, seq_len=seq_len)
-        return tk.forecast(spec, tk.Strategy(sharding=word), machine, train_config)
-
-    def fits(size):
-        return at(size).peak_bytes <= (limit or at(size).limit_bytes)
-
-    assert fits(1), "not one sample fits"
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return at(low)
-
-
-def epoch_seconds(samples, batch, ranks, step_seconds):
-    return -(-samples // (batch * ranks)) * step_seconds
-
-
-EPOCH, machine, spec = 100_000, tk.hardware("2x RTX-4090"), tk.describe(T5_LARGE)
-found = {word: largest(spec, word, machine, 512) for word in ("ddp", "zero2")}
-batch = {word: one.train_config.micro_batch for word, one in found.items()}
-epoch = {word: epoch_seconds(EPOCH, batch[word], 2, one.timing.step_seconds) for word, one in found.items()}
-assert batch["zero2"] > 1.5 * batch["ddp"]
-assert epoch["zero2"] < epoch["ddp"]
-chart = bars(
-    [Bar(label=f"{word}, micro-batch {batch[word]}", parts=one.parts) for word, one in found.items()],
-    title="The same memory, put to another use (forecast)",
-    limit=found["ddp"].limit_bytes,
-    limit_label="an RTX 4090 has",
-)
-rows = [
-    (
-        word,
-        batch[word],
-        format_bytes(one.peak_bytes),
-        format_step_seconds(one.timing.step_seconds),
-        format_seconds(epoch[word]),
+heard = {}
+for repaired in (False, True):
+    out = LEFT / "habit.txt"
+    tk.launch(an_old_habit, tk.Strategy(sharding="fsdp"), processes=RANKS, args=(repaired, str(out))).wait(
+        progress=False
     )
-    for word, one in found.items()
-]
-title = f"T5-large's shape ({format_count(spec.elements)}), 512 tokens; an epoch of {EPOCH:,} pairs"
-show(chart, title, ("sharding", "largest micro-batch", "peak", "a step", "an epoch"), rows)
+    heard["tk.prepare(model)" if repaired else "DistributedDataParallel(model)"] = out.read_text()
+table("Launched with sharding fsdp", ("the script calls", "the audit"), list(heard.items()))
+
+# %% tags=["check"]
+wrong, right = heard.values()
+assert wrong.startswith("StrategyMismatch")
+assert "DistributedDataParallel" in wrong
+assert right.startswith("as asked")
 
 # %% [markdown]
-# The bytes of such a forecast are usually within a percent or two; the seconds are a roofline over the card's speeds,
-# mostly right to a quarter. Now the same experiment for real, small enough for this machine: a T5 of 8M parameters, and a
-# limit that we set ourselves. Each trains with the largest batch that its forecast allows, and what it took is
-# **measured**.
+# ## Two published recipes, beside their forecast
+#
+# «Accelerate Large Model Training using DeepSpeed» (Hugging Face, 2022) trains on two TITAN RTX of 24 GB, in fp16,
+# without activation checkpointing. **BlenderBot-400M**, 10,000 pairs of at most 128 and 64 tokens: DDP has room for
+# 100 rows a GPU, ZeRO-2 for 200. **GPT-2 XL**, blocks of 128 tokens: DDP does not fit; ZeRO-3 with offload takes 16
+# rows.
+
+# %% tags=["helper"]
+from transformers import BlenderbotConfig, GPT2Config
+
+BLENDERBOT = tk.describe(
+    BlenderbotConfig(d_model=1280, encoder_layers=2, decoder_layers=12, encoder_ffn_dim=5120, decoder_ffn_dim=5120,
+                     encoder_attention_heads=32, decoder_attention_heads=32, vocab_size=8008, max_position_embeddings=128)
+)  # fmt: skip
+GPT2_XL = tk.describe(GPT2Config(n_embd=1600, n_layer=48, n_head=25, n_positions=1024))
+PAIRS, EPOCHS = 10_000, {"ddp": (100, 27.36), "zero2": (200, 19.06)}  # rows a GPU, seconds of an epoch: published
+HOST = tk.hardware(PUBLISHED, host_memory="60GB")
+
+
+def recipe(spec, word, rows, seq_len, offload="none"):
+    """The forecast of a published run. Sources have up to twice the tokens of targets; the forecast gives both the same."""
+    old = {"precision": "fp16", "activation_checkpointing": "none", "attention": "eager", "loss": "whole"}
+    return tk.forecast(
+        spec,
+        tk.Strategy(sharding=word, offload=offload, **old),
+        HOST,
+        tk.TrainConfig(micro_batch=rows, seq_len=seq_len),
+    )
+
 
 # %%
-shape = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "vocab_size": 4096}
-T5 = random_model(Path("t5-small").resolve(), T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
-PAIRS, ROOM = 2_000, T5_LIMIT * 2**20
-found = {word: largest(tk.describe(T5), word, MACHINE, LENGTH, ROOM) for word in ("ddp", "zero2")}
-batch = {word: one.train_config.micro_batch for word, one in found.items()}
-assert batch["zero2"] > batch["ddp"]
-print(f"largest micro-batch within {T5_LIMIT} MiB, by forecast: {batch}")
+def published_and_forecast(tokens_a_row):
+    rows, seconds = [], {}
+    for word, (batch, published) in EPOCHS.items():
+        need = recipe(BLENDERBOT, word, batch, tokens_a_row)
+        seconds[word] = -(-PAIRS // (batch * HOST.ranks)) * need.step_seconds
+        share = f"{need.needed_bytes / need.limit_bytes:.0%}"
+        rows.append((word, batch, format_bytes(need.needed_bytes), share, f"{published} s", f"{seconds[word]:.1f} s"))
+    columns = ("sharding", "rows a GPU", "needs, forecast", "of the card", "an epoch, published", "an epoch, forecast")
+    return table(f"BlenderBot-400M on {PUBLISHED}, source and target of {tokens_a_row} tokens", columns, rows)
+
+
+tk.vary(published_and_forecast, start={"tokens_a_row": 96}, tokens_a_row=[64, 96, 128])
+
+# %% [markdown]
+# The recipe's rows have 128 tokens on one side and 64 on the other; the forecast gives both sides the same number, so
+# that 96 is the nearest. Both batches are the largest that fitted, and by forecast both fill the card. And GPT-2 XL:
 
 # %%
+cases = {"ddp, 1 row": ("ddp", 1, "none", "out of memory"), "zero3 + offload, 16 rows": ("zero3", 16, "cpu", "trains")}
 rows = []
-for word in filter(None, T5_RUNS.split(",")):
-    asked = {"model": T5, "micro_batch": batch[word], "seq_len": LENGTH, "steps": max(3, STEPS), "lr": 1e-3}
-    run = tk.launch(
-        "toolkit.finetune", tk.Strategy(sharding=word), processes=RANKS, **asked, save=False, save_seconds=0
-    )
-    result = read_run(run.wait(progress=False).folder)
-    peak = result.measured["peak_bytes"]
-    assert peak <= ROOM * (1.25 if GPU else 1)  # CUDA's libraries take workspaces that no forecast knows
-    assert result.losses[-1] < result.losses[0]
-    step = statistics.median(event["seconds"] for event in read_events(run.folder / "events.jsonl"))
-    took = format_step_seconds(step), format_seconds(epoch_seconds(PAIRS, batch[word], RANKS, step))
-    rows.append((word, batch[word], format_bytes(peak), f"{result.losses[0]:.3f} → {result.losses[-1]:.3f}", *took))
-columns = ("sharding", "micro-batch", "peak of a rank", "loss", "a step (median)", f"an epoch of {PAIRS:,} pairs")
-table(f"A T5 of {format_count(tk.describe(T5).elements)} within {T5_LIMIT} MiB a rank (measured)", columns, rows)
+for name, (word, batch, offload, published) in cases.items():
+    need = recipe(GPT2_XL, word, batch, 128, offload)
+    said = "fits" if need.fits else "does not fit"
+    rows.append((name, published, said, format_bytes(need.needed_bytes), format_bytes(need.host_bytes)))
+columns = ("", "published", "forecast", "a GPU needs", "the host needs")
+table(f"GPT-2 XL ({format_count(GPT2_XL.elements)}) on {PUBLISHED} with 60 GB of host memory", columns, rows)
+
+# %% tags=["check"]
+blender = {word: recipe(BLENDERBOT, word, batch, 96) for word, (batch, _) in EPOCHS.items()}
+assert all(0.85 < need.needed_bytes / need.limit_bytes < 1.05 for need in blender.values())  # they fill the card
+assert not recipe(GPT2_XL, "ddp", 1, 128).fits
+assert recipe(GPT2_XL, "zero3", 16, 128, "cpu").fits
+ratio = {
+    word: need.step_seconds / batch for (word, need), (batch, _) in zip(blender.items(), EPOCHS.values(), strict=True)
+}
+assert ratio["zero2"] < ratio["ddp"]
 
 # %% [markdown]
-# On two cores a larger batch is hardly faster: the cores are busy with any batch. What a GPU gains is in the forecast
-# above.
+# ## Evaluation has its own micro-batch
 #
-# ## Worked example 2: a model that only fits with offload
+# The same recipe evaluates by *generating*, with 10 beams, a source of 128 tokens and a target of 64. Nothing is kept
+# for a backward. What fills the card is the **cache**: a key and a value for each layer, row, beam and token. DDP has
+# room for 50 rows, ZeRO-2 for 100: an evaluation took 48.41 s, then 39.27 s (published). Move all four.
+
+
+# %%
+def generation_cache(rows, beams, source, target):
+    each = 2 * BlenderbotConfig().decoder_layers * BLENDERBOT.hidden * 2  # key and value of 12 layers, in fp16
+    parts = {"source": rows * beams * source * each, "target": rows * beams * target * each}
+    limit = HOST.device.total_bytes
+    return bars([Bar(label="cache", parts=parts)], title="Cache (computed)", limit=limit, limit_label="a GPU has")
+
+
+LENGTHS = {"source": [32, 64, 128], "target": [16, 32, 64, 128]}
+STARTS = {"rows": 50, "beams": 10, "source": 128, "target": 64}
+tk.vary(generation_cache, start=STARTS, rows=[1, 25, 50, 100, 200], beams=[1, 4, 10], **LENGTHS)
+
+# %% tags=["check"]
+from transformers import BlenderbotForConditionalGeneration
+
+tiny = BlenderbotConfig(d_model=64, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+                        encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=128, max_position_embeddings=64,
+                        eos_token_id=None, forced_eos_token_id=None)  # fmt: skip
+source = torch.randint(5, 100, (3, 20))
+made = BlenderbotForConditionalGeneration(tiny).generate(
+    source, num_beams=4, max_new_tokens=16, min_new_tokens=16, return_dict_in_generate=True
+)
+kept = sum(
+    tensor.nbytes
+    for cache in (made.past_key_values.self_attention_cache, made.past_key_values.cross_attention_cache)
+    for layer in cache.layers
+    for tensor in (layer.keys, layer.values)
+)
+assert kept == 3 * 4 * (20 + 16) * 2 * 2 * 64 * 4  # rows, beams, tokens, key and value, layers, width, fp32
+
+# %% [markdown]
+# In a run of the toolkit: `--eval-data FILE --eval-micro-batch 8`. The loss does not depend on it:
+
+# %%
+rows = [(word, f"{evaluation_loss(run):.4f}") for word, run in runs.items()]
+table("Loss on held-out text, 8 rows at once (measured)", ("sharding", "evaluation loss"), rows)
+
+# %% [markdown]
+# ## When sharding is not enough
 #
-# A GPT-2-shaped model of ten billion parameters: the 48 layers of GPT-2 XL, wider. The machine has eight V100 of 16
-# GB. Every strategy with every offload that it supports, by **forecast**:
+# Ranks can also share the *layers* (a pipeline) or the *matrices* of a layer (tensor parallelism, `--tp 2`). A
+# pipeline's devices wait for each other: S − 1 of M + S − 1 turns are lost, with S stages and M micro-batches (Huang
+# et al. 2019). Move both.
+
+
+# %% tags=["helper"]
+def schedule(stages, micro):
+    """(stage, time) → micro-batch and direction: all forwards, then all backwards, as GPipe does."""
+    work, turn = {}, stages + micro - 1
+    for stage in range(stages):
+        for one in range(micro):
+            work[stage, stage + one] = (one, "forward")
+            work[stage, turn + (stages - 1 - stage) + (micro - 1 - one)] = (one, "backward")
+    return work
+
+
+def idle(stages, micro):
+    work = schedule(stages, micro)
+    return 1 - len(work) / (stages * (1 + max(time for _, time in work)))
+
 
 # %%
-huge = tk.describe(GPT2Config(n_embd=4096, n_layer=48, n_head=32, n_positions=1024))
-machine, train_config = tk.hardware(NAMED), tk.TrainConfig(micro_batch=1, seq_len=1024)
-tried = {}
-for word, row in TABLE.items():
-    if word in ("none", "hsdp"):
-        continue
-    for offload in row.offload:
-        if offload not in ("nvme", "superoffload"):
-            tried[word, offload] = tk.forecast(huge, tk.Strategy(sharding=word, offload=offload), machine, train_config)
+def pipeline(stages, micro_batches):
+    work, share = schedule(stages, micro_batches), f"{idle(stages, micro_batches):.0%}"
+    end, colours = 1 + max(time for _, time in work), {"forward": BLUE, "backward": RED}
 
-fits = {key for key, one in tried.items() if one.fits}
-assert ("zero3", "cpu") in fits
-assert all(word in ("zero3", "fsdp") and offload != "none" for word, offload in fits), (
-    "only what shards all, and offloads"
-)
-shown = ("zero2", "optimizer"), ("zero3", "none"), ("zero3", "cpu"), ("fsdp", "none"), ("fsdp", "cpu")
-chart = bars(
-    [Bar(label=f"{word}, offload {offload}", parts=tried[word, offload].parts) for word, offload in shown],
-    title="What a GPU would hold (forecast)",
-    limit=tried["zero3", "cpu"].limit_bytes,
-    limit_label=f"a {NAMED.split()[-1]} has",
-)
-rows = [
-    (*key, "fits" if one.fits else "no", format_bytes(one.peak_bytes), format_bytes(one.host_bytes))
-    + ((format_step_seconds(one.timing.step_seconds),) if one.fits else ("–",))
-    for key, one in tried.items()
-]
-columns = ("sharding", "offload", "", "peak of a GPU", "host memory", "a step")
-show(chart, f"GPT-2's shape, {format_count(huge.elements)} parameters, on {NAMED} (forecast)", columns, rows)
+    def draw(axes):
+        axes.set(xlim=(0, end), ylim=(stages, 0), xticks=[], yticks=[])
+        for (stage, time), (_, direction) in work.items():
+            axes.barh(stage + 0.5, 0.9, 0.8, left=time, color=colours[direction])
+
+    legend = {name: {"color": colour, "lw": 8} for name, colour in colours.items()}
+    return picture(f"{stages} stages: white is waiting, {share}", share, draw, legend, (12, 12), (6, 26 * stages, 8))
+
+
+tk.vary(pipeline, start={"stages": 4, "micro_batches": 4}, stages=[2, 4, 8], micro_batches=[1, 2, 4, 8, 16, 32])
+
+# %% tags=["check"]
+for stages, micro in ((4, 1), (4, 4), (8, 16)):
+    assert abs(idle(stages, micro) - (stages - 1) / (micro + stages - 1)) < 1e-12
+# Tensor parallelism: the first matrix is cut by columns, the second by rows; the sum of the slices is the whole result.
+x, up, down = torch.randn(8, 64), torch.randn(64, 256) / 8, torch.randn(256, 64) / 16
+slices = [torch.nn.functional.gelu(x @ a) @ b for a, b in zip(up.chunk(4, dim=1), down.chunk(4, dim=0), strict=True)]
+assert torch.allclose(sum(slices), torch.nn.functional.gelu(x @ up) @ down, atol=1e-5)
 
 # %% [markdown]
-# Only ZeRO-3 with offload fits, and FSDP's offload, which is the same idea. The price: weights and gradients cross
-# PCIe in every step, which then takes more than twice what it would take if there were room.
+# ## The rule
+#
+# **Take the first that fits: `ddp`, then `zero2`, then `fsdp`, then `zero3` with offload.** Each step down sends more.
+# Your number: FSDP needs 16/N bytes a parameter on N ranks, gradients included, and the layer
+# that is gathered. `tk.plan` tries all of them on your machine:
 
 # %%
-within, beyond = tried["zero3", "cpu"].timing, tried["zero3", "none"].timing
-assert within.step_seconds > 2 * beyond.step_seconds
-print(f"a step: {within.step_seconds:.1f} s with offload, {beyond.step_seconds:.1f} s without (forecast)")
-
-here = tk.hardware()
-if here.device.card == machine.device.card is not None and here.count >= machine.count:
-    config = GPT2Config(n_embd=4096, n_layer=48, n_head=32, n_positions=1024, dtype="float16")
-    asked = {"model": random_model(Path("gpt2-huge").resolve(), config), "micro_batch": 1, "seq_len": 1024, "steps": 3}
-    run = tk.launch("toolkit.finetune", tk.Strategy(sharding="zero3", offload="cpu"), **asked, save=False).wait()
-    print(format_bytes(run.memory["measured"]["peak_bytes"]), "measured,", tried["zero3", "cpu"].reason)
-else:
-    print(f"This machine is not {NAMED}: the figures above are a forecast, and nothing of that size was run here.")
+tk.plan(LLAMA_8B, "8x A100-40GB", seq_len=4096, global_batch=64)
 
 # %% [markdown]
-# Here, on CPU ranks, the same strategy ran at small size: `sharded.py` above, ZeRO-3 with offload `cpu`, with the
-# losses of the plain loop. But **the bytes did not leave the device there**: on CPU ranks the host *is* the device,
-# so offload moves nothing and saves nothing. The forecast says the same:
-
+# ## When it goes wrong
+#
+# - **Out of memory under ZeRO-3 on two GPUs**: there is little to share yet, and the gather buffers are new. Try `fsdp`.
+# - **Offload, and each step takes seconds**: parameters and gradients cross PCIe. Count the bytes in the moments above.
+# - **The memory is DDP's, though you asked for `fsdp`**: `tk.audit(model, optimizer)` names it.
+# - **A dimension is refused**: the sentence says so before anything starts.
 
 # %%
-def peak_on(ranks, offload):
-    strategy = tk.Strategy(sharding="zero3", offload=offload)
-    return tk.forecast(tk.describe(GPT2), strategy, ranks, tk.TrainConfig(seq_len=LENGTH)).peak_bytes
+refused = []
+for fields in ({"sharding": "zero2", "offload": "cpu"}, {"sharding": "fsdp", "pp": 2}, {"sharding": "hsdp"}):
+    try:
+        tk.Strategy(**fields)
+    except tk.StrategyError as error:
+        refused.append((" ".join(f"--{name} {value}" for name, value in fields.items()), str(error)))
+table("Refused", ("asked", "the sentence"), refused)
 
-
-cpu = {offload: peak_on(f"{RANKS}x cpu", offload) for offload in ("none", "cpu")}
-gpu = {offload: tried["zero3", offload].peak_bytes for offload in ("none", "cpu")}
-assert cpu["cpu"] > 0.9 * cpu["none"]
-assert gpu["cpu"] < 0.25 * gpu["none"]
-places = {f"the small GPT-2, {RANKS} CPU ranks": cpu, f"the large one, {NAMED}": gpu}
-rows = [(place, *map(format_bytes, sizes.values())) for place, sizes in places.items()]
-table("Peak of a rank under ZeRO-3 (forecast)", ("", "offload none", "offload cpu"), rows)
+# %% tags=["check"]
+assert len(refused) == 3
+assert issubclass(tk.StrategyError, StrategyError)
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. Add `hsdp` to the runs: it needs four ranks (`processes=4`) and `tk.Strategy(sharding="hsdp", dp_replicate=2)`. What
-#    does a rank hold, and why is that more than under `fsdp`?
-# 2. Change `sharded.py`'s strategy to `fsdp` without offload. Nothing in the script changes. Are the losses equal?
-# 3. For the T5 on two RTX 4090, what is the largest batch under `fsdp`? And with `activation_checkpointing="none"`?
-#    Predict first.
-# 4. On how many V100 of 16 GB does the ten-billion model fit *without* offload? Change `NAMED`; `tk.plan` answers it
-#    for all strategies at once.
-# 5. In the ring, how much does each rank send when N grows, and how many turns does it take? Which of the two decides
-#    on a slow network, and which for a small tensor?
+# 1. On how many A100 of 80 GB does the Llama of 8B fit under `fsdp` without offload, at 4,096 tokens? Guess from 16
+#    bytes a parameter, then ask the forecast.
+# 2. In the ring, how many turns does an all-reduce take on N ranks, and how much does a rank send? Which of the two
+#    decides for a small tensor?
+# 3. Set `ACCUMULATION` to 8 in the loop by hand. How many all-reduces are counted with the rule, and without?
+
+# %% tags=["solution"]
+for count in (1, 2, 4, 8):
+    need = tk.forecast(LLAMA_8B, tk.Strategy(sharding="fsdp" if count > 1 else "none"), f"{count}x A100-80GB", BATCH)
+    if need.fits:
+        break
+print(f"{count}: 16 bytes of each of {format_count(LLAMA_8B.elements)} parameters over {count} GPUs, and activations.")
+
+# %% tags=["solution"]
+rows = [(ranks, 2 * (ranks - 1), sum(ring([torch.ones(1024)] * ranks)[1])) for ranks in (2, 4, 8, 16)]
+title = "Turns grow with N, bytes hardly: turns decide for small tensors"
+table(title, ("ranks", "turns", "elements of 1,024 sent by a rank"), rows)
+
+# %% tags=["solution"]
+later = len(once["calls"]) - 1  # of a pass after the first, which has one
+print(f"{len(once['calls'])} with the rule, whatever the accumulation; {1 + later * (2 * 8 - 1)} without.")
+
+# %% [markdown]
+# ## Next
+#
+# [07_lora_and_qlora](07_lora_and_qlora.ipynb): train a few percent of the weights, over a base of four bits.
