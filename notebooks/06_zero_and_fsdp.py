@@ -402,7 +402,8 @@ for word, run in runs.items():
 # %% [markdown]
 # DDP all-reduces gradients: 2 halves. ZeRO-2 reduce-scatters them, and all-gathers the stepped parameters: 2 halves.
 # ZeRO-3 and FSDP gather parameters twice, for the forward and for the backward: 3 halves. Grad-op keeps them from
-# forward to backward: 2.
+# forward to backward: 2. In bf16 a parameter has half the bytes of a gradient, so that ZeRO-3 and DDP send the same.
+# The guess: on the two ranks above, in fp32, DDP is fullest, and ZeRO-3 and FSDP send most.
 #
 # ## DDP by hand, in six parts
 #
@@ -757,7 +758,8 @@ assert torch.allclose(sum(slices), torch.nn.functional.gelu(x @ up) @ down, atol
 # %% [markdown]
 # ## The rule
 #
-# **Take the first that fits: `ddp`, then `zero2`, then `fsdp`, then `zero3` with offload.** Each step down sends more.
+# **Take the first that fits: `ddp`, then `zero2`, then `fsdp`, then `zero3` with offload.** ZeRO-2 sends no more than
+# DDP. FSDP gathers the parameters twice in every step, and offload moves them over PCIe as well.
 # Your number: FSDP needs 16/N bytes a parameter on N ranks, gradients included, and the layer
 # that is gathered. `tk.plan` tries all of them on your machine:
 
