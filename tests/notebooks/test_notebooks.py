@@ -32,9 +32,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "06_zero_and_fsdp": {
         "STEPS": 2, "SHARDINGS": "zero2,fsdp_grad_op", "ACCUMULATION": 3, "WORDS": "fsdp", "PUBLISHED": "2x RTX-3090",
     },
-    "07_lora_and_qlora": {
-        "WIDTH": 192, "BASE_STEPS": 4, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2, "SHARDED": "zero3",
-    },
+    "07_lora_and_qlora": {"WIDTH": 192, "BASE_STEPS": 2, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2},
     "04_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
     "01_first_run": {"STEPS": 60, "SEQ_LEN": 64, "CARD": "L4"},
 }  # fmt: skip
