@@ -1,10 +1,9 @@
 # %% [markdown]
-# # LoRA and QLoRA: train a few percent of the weights, over a base of four bits
+# # Can I adapt this model on my GPU, with LoRA or QLoRA?
 #
-# A base model is adapted to new text in three ways: all weights, **LoRA** (small matrices beside frozen weights)
-# and **QLoRA** (the same over weights of four bits). This notebook counts what each trains and holds, measures what
-# four bits do to the weights, and follows the result home: saved, merged, and loaded again with plain transformers
-# and PEFT.
+# Full training of an 8B model needs more than 100 GB. **LoRA** trains small matrices beside frozen weights, **QLoRA**
+# does it over weights of four bits. Here you count what each trains and holds, shard both over two ranks, hear a
+# model before and after, and export it in bf16, int8 and nf4.
 
 # %%
 # Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
@@ -22,119 +21,236 @@ if importlib.util.find_spec("toolkit") is None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
+# %% [markdown]
+# ## Before you start
+#
+# **You know**: where the memory of a training goes ([02](02_where_the_memory_goes.ipynb)), precisions
+# ([05](05_precision.ipynb)), ZeRO-3 and FSDP ([06](06_zero_and_fsdp.ipynb)).
+#
+# **You can then**: choose between LoRA, QLoRA and all weights, set rank and alpha, export an adapter, and say what
+# four bits cost.
+#
+# **Time**: 5 minutes on two CPU cores.
+#
+# **Hardware**: any. First, this machine:
+
 # %%
 import toolkit as tk
 
 tk.environment()
 
+# %% [markdown]
+# These are the numbers to change.
+
 # %% tags=["parameters"]
 GPU = tk.hardware().device.kind == "cuda"
 WIDTH = 1024 if GPU else 256  # of the model
 LAYERS = 12 if GPU else 4
-BASE_STEPS = 300 if GPU else 60  # that make the base
-STEPS = 100 if GPU else 20  # of each of the three runs
+BASE_STEPS = 400 if GPU else 220  # that make the base
+STEPS = 100 if GPU else 24  # of each training
 RANK = 8  # of the adapters
 SEQ_LEN = 128
 MICRO_BATCH = 8
-EQUAL = (
-    1e-2 if GPU else 1e-4
-)  # relative difference up to which logits and losses count as equal: kernels round otherwise
+SHARDED = "zero3,fsdp"  # what LoRA and QLoRA run under, on two ranks
+EQUAL = 1e-2 if GPU else 1e-4  # relative difference that counts as equal: a GPU's kernels round otherwise
 
-# %% [markdown]
-# ## A base to adapt
-#
-# There is something to adapt where a model knows something already. So that nothing has to be downloaded, a small
-# Llama learns a little Python first, from Python's own library, in a loop of plain PyTorch. **Your own**: give the
-# folder or the Hub id of any causal model in the place of `base`.
-
-# %%
+# %% tags=["helper"]
+import logging
 import os
 import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.utils import logging
+import transformers
+from IPython.display import HTML
 
-from toolkit.data import embedded_files, embedded_tokenizer
+from toolkit.core.charts import Bar, bars, curve, figure
+from toolkit.core.display import Table
+from toolkit.core.units import format_bytes
+from toolkit.data import embedded_tokenizer
 
-# What libraries would say between the cells.
-logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT asks for it under its old name
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # on the CPU it speaks at every product
 if not GPU:
     os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns that it finds no other
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+DEVICE = "cuda" if GPU else "cpu"
+LEFT = Path("runs/07").resolve()
+LEFT.mkdir(parents=True, exist_ok=True)
 
-base = "base"
-embedded_tokenizer(Path(base))  # a byte-level BPE of 4,096 tokens
-tokenizer = AutoTokenizer.from_pretrained(base)
-config = LlamaConfig(
-    vocab_size=len(tokenizer),
-    hidden_size=WIDTH,
-    intermediate_size=3 * WIDTH,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=WIDTH // 64,
-    num_key_value_heads=WIDTH // 128,
-    tie_word_embeddings=True,
-    pad_token_id=tokenizer.pad_token_id,
-)
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(config)
 
-# %%
-code = "\n".join(path.read_text(encoding="utf-8") for path in embedded_files()[::10])
-tokens = torch.tensor(tokenizer(code)["input_ids"])
-device = "cuda" if GPU else "cpu"
-optimizer = torch.optim.AdamW(model.to(device).parameters(), lr=2e-3)
-draw = torch.Generator().manual_seed(0)
-losses = []
-for _ in range(BASE_STEPS):
-    starts = torch.randint(len(tokens) - SEQ_LEN, (MICRO_BATCH,), generator=draw).tolist()
-    batch = torch.stack([tokens[start : start + SEQ_LEN] for start in starts]).to(device)
-    loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-model.cpu().save_pretrained(base)
-spec = tk.describe(base)
-f"{spec.elements:,} parameters, loss {losses[0]:.2f} → {losses[-1]:.2f}"
+def fresh(name):
+    """A folder that does not exist yet: cells may run again."""
+    return next(path for n in range(1, 10_000) if not (path := LEFT / f"{name}-{n}").exists())
+
+
+def table(title, columns, rows):
+    """A table that shows itself."""
+    return Table(title=title, columns=columns, rows=rows)
+
+
+def show(chart, title, columns, rows):
+    """A picture and its table."""
+    return HTML(figure(chart, table(title, columns, rows)))
+
+
+def error(found, wanted):
+    """‖found - wanted‖ / ‖wanted‖."""
+    return float((found - wanted).norm() / wanted.norm())
+
 
 # %% [markdown]
-# What it is adapted to is prose: the chapters of Python's language reference that `help()` shows.
+# **Your guess**, before you run on. How many percent of the weights does an adapter of rank 8 train? And which of
+# these loses most: weights of 8 bits, weights of 4 bits, or activations of 8 bits?
+#
+# ## A base that knows something
+#
+# An adapter is for a model that knows something already. So that nothing has to be downloaded, a small Llama first
+# learns to write short functions. A fifth of those that it sees have type hints and a docstring, so that it writes
+# the plain ones. An adapter then teaches it to document **always**. **Your own**: put the folder or the Hub id of any
+# causal model in the place of `base`.
+
+# %% tags=["helper"]
+import random
+
+OPERATIONS = {
+    "add": ("+", "sum"),
+    "subtract": ("-", "difference"),
+    "multiply": ("*", "product"),
+    "divide": ("/", "quotient"),
+}
+WORDS = ["left", "right", "first", "second", "width", "height", "price", "count", "speed", "time", "north", "south"]
+
+
+def function(draw, documented):
+    """A function of two arguments; documented: with type hints and a docstring."""
+    name, (a, b) = draw.choice(list(OPERATIONS)), draw.sample(WORDS, 2)
+    sign, noun = OPERATIONS[name]
+    if not documented:
+        return f"def {name}({a}, {b}):\n    return {a} {sign} {b}\n"
+    body = f'    """Return the {noun} of {a} and {b}."""\n    return {a} {sign} {b}\n'
+    return f"def {name}({a}: float, {b}: float) -> float:\n{body}"
+
+
+def corpus(count, documented, seed):
+    """Functions, drawn at random, and the share of them that is documented."""
+    draw = random.Random(seed)
+    return "\n".join(function(draw, draw.random() < documented) for _ in range(count))
+
 
 # %%
-from pydoc_data.topics import topics
+print(function(random.Random(0), documented=False))
+print(function(random.Random(0), documented=True))
 
-Path("prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
-print(topics["if"][:400])
+# %% [markdown]
+# The base is made from its config, with a byte-level BPE of 4,096 tokens:
+
+# %%
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+base = str(LEFT / "base")
+embedded_tokenizer(Path(base))
+tokenizer = AutoTokenizer.from_pretrained(base)
+config = LlamaConfig(
+    vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS,
+    num_attention_heads=WIDTH // 64, num_key_value_heads=WIDTH // 128, tie_word_embeddings=True,
+    pad_token_id=tokenizer.pad_token_id, max_position_embeddings=1024,
+)  # fmt: skip
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(config).to(DEVICE)
+code = torch.tensor(tokenizer(corpus(6000, documented=0.2, seed=0))["input_ids"])
+
+# %% [markdown]
+# The loop is plain PyTorch:
+
+# %%
+optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=BASE_STEPS + 1, pct_start=0.1)
+draw = torch.Generator().manual_seed(0)
+for _ in range(BASE_STEPS):
+    starts = torch.randint(len(code) - SEQ_LEN, (MICRO_BATCH,), generator=draw).tolist()
+    batch = torch.stack([code[start : start + SEQ_LEN] for start in starts]).to(DEVICE)
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    losses.append((len(losses) + 1, loss.item()))
+model.cpu().save_pretrained(base)
+HTML(curve({"loss": losses}, title="The base learns to write functions", x="step", y="nats a token"))
+
+# %% [markdown]
+# The text of the adapter, and other functions to evaluate on:
+
+# %%
+styled = LEFT / "styled.txt"
+styled.write_text(corpus(4000, documented=1, seed=1), encoding="utf-8")
+new_style = torch.tensor(tokenizer(corpus(200, documented=1, seed=2))["input_ids"])[: 8 * SEQ_LEN].view(-1, SEQ_LEN)
+old_style = torch.tensor(tokenizer(corpus(400, documented=0, seed=3))["input_ids"])[: 8 * SEQ_LEN].view(-1, SEQ_LEN)
+spec = tk.describe(base)
+
+# %% [markdown]
+# What a training of all its weights needs, by forecast. The others of this notebook need less:
+
+# %%
+train_config = tk.TrainConfig(steps=STEPS, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH)
+rows = []
+for machine in ("cpu", "T4", "L4"):
+    need = tk.forecast(spec, tk.Strategy(), machine, train_config, ranks=1)
+    rows.append((machine, need.strategy.precision, format_bytes(need.needed_bytes), "yes" if need.fits else "no"))
+table("This notebook's model", ("machine", "precision", "needs", "fits"), rows)
 
 # %% [markdown]
 # ## What is trained
 #
-# LoRA (Hu et al. 2021) leaves a weight W of a linear layer as it is and adds B·A, where A is *rank × inputs* and B
-# *outputs × rank*. So an adapter trains *rank × (inputs + outputs)* numbers where the matrix has *inputs ×
-# outputs*. The count below is that sum over all linear layers, the head excepted. The next column is what
-# PEFT really trains.
+# LoRA (Hu et al. 2021) leaves a weight W of a linear layer as it is and adds (alpha / rank) · B·A. A is *rank ×
+# inputs*, B *outputs × rank*: an adapter trains *rank × (inputs + outputs)* numbers, where the matrix has *inputs ×
+# outputs*. Move the rank, and the layers that get one.
+
+# %% tags=["helper"]
+LLAMA_8B = tk.describe(
+    LlamaConfig(hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+                num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192)
+)  # fmt: skip
+
+
+def adapter_elements(spec, rank, targets):
+    """The numbers that an adapter trains."""
+    shapes = {one.name.removesuffix(".weight"): one.shape for one in spec.parameters}
+    names = [name for name in spec.linears if targets == "all-linear" or name.endswith(tuple(targets.split(",")))]
+    return sum(rank * sum(shapes[name]) for name in names)
+
 
 # %%
-from peft import LoraConfig, get_peft_model
+def trained_weights(rank, targets):
+    rows = []
+    for name, model in (("this notebook's", spec), ("a Llama of 8B", LLAMA_8B)):
+        count = adapter_elements(model, rank, targets)
+        states = format_bytes(count * 16)  # value, gradient, two moments
+        rows.append((name, f"{model.elements:,}", f"{count:,}", f"{count / model.elements:.2%}", states))
+    return table(f"rank {rank}, {targets}", ("model", "weights", "trained", "share", "their states"), rows)
 
-shapes = {one.name.removesuffix(".weight"): one.shape for one in spec.parameters}
-counted = sum(RANK * sum(shapes[name]) for name in spec.linears)
+
+CHOICES = {"rank": sorted({1, 2, 4, 8, 16, 32, 64, 128, RANK}), "targets": ["all-linear", "q_proj,v_proj"]}
+tk.vary(trained_weights, start={"rank": RANK, "targets": "all-linear"}, **CHOICES)
+
+# %% [markdown]
+# The guess: the share falls with the width of the model. And this is what PEFT really trains:
+
+# %%
+from peft import LoraConfig, PeftModel, get_peft_model
 
 wanted = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(spec.linears), task_type="CAUSAL_LM")
 adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), wanted)
 trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
-f"{trained:,} of {spec.elements:,} weights: {trained / spec.elements:.2%}"
+print(f"{trained:,} of {spec.elements:,} weights: {trained / spec.elements:.2%}")
 
-# %%
-assert trained == counted
-
-# %% [markdown]
-# B begins as zeros, so B·A adds nothing: an adapted model begins exactly where the base is.
-
-# %%
-probe = tokens[:SEQ_LEN][None]
+# %% tags=["check"]
+assert trained == adapter_elements(spec, RANK, "all-linear")
+probe = code[:SEQ_LEN][None]
 
 
 def logits(model):
@@ -143,323 +259,438 @@ def logits(model):
         return model.eval()(input_ids=probe.to(model.device), use_cache=False).logits.float().cpu()
 
 
-def error(found, wanted):
-    """‖found - wanted‖ / ‖wanted‖."""
-    return float((found - wanted).norm() / wanted.norm())
-
-
 whole = AutoModelForCausalLM.from_pretrained(base)
-assert torch.equal(logits(adapted), logits(whole))
+assert torch.equal(logits(adapted), logits(whole))  # B begins as zeros: an adapted model begins where the base is
 
 # %% [markdown]
 # ## What four bits do to a weight
 #
-# **nf4** (Dettmers et al. 2023) has sixteen values: the quantiles of a normal distribution, since trained weights
-# are about normal. Each 64 weights in a row are divided by the largest of them, and every weight becomes the
-# nearest of the sixteen. Here is one matrix of the base after that division, and the sixteen values.
+# **nf4** (Dettmers et al. 2023) has sixteen values: the quantiles of a normal distribution, since trained weights are
+# about normal. The weights of a block are divided by the largest of them, and each becomes the nearest of the
+# sixteen. Move the block, and the kind: how many bits has a weight, with its scales, and what is its error?
 
-# %%
+# %% tags=["helper"]
 from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
-from IPython.display import HTML
 
-from toolkit.core.charts import Bar, bars, curve, figure
-from toolkit.core.display import Table
-from toolkit.core.units import format_bytes
-
-BLOCK = 64  # weights that share one scale
-
-
-def four_bits(weight, kind="nf4"):
-    """A weight packed into four bits a number, and what is read back from there."""
-    packed, state = quantize_4bit(weight.contiguous(), quant_type=kind, blocksize=BLOCK, compress_statistics=True)
-    return packed, state, dequantize_4bit(packed, state)
-
-
+BLOCK = 64  # of the loader
 weights = {name: whole.get_parameter(f"{name}.weight").detach() for name in spec.linears}
 chosen = next(name for name in spec.linears if name.endswith("gate_proj"))
-blocks = weights[chosen].reshape(-1, BLOCK)
-scaled = (blocks / blocks.abs().amax(dim=1, keepdim=True)).flatten()
-levels = get_4bit_type("nf4", device="cpu")
-counts = torch.histc(scaled, bins=80, min=-1, max=1)
-spikes = [
-    point for level in levels.tolist() for point in ((level, 0.0), (level, counts.max().item() / 4), (level, None))
-]
-centres = [(place + 0.5) / 40 - 1 for place in range(80)]
-HTML(
-    curve(
-        {"weights": list(zip(centres, counts.tolist(), strict=True)), "nf4's sixteen values": spikes},
-        title=f"{chosen}: weights in units of their block's largest",
-        x="weight / largest of its block",
-        y="weights in a bin",
-    )
-)
-
-# %% [markdown]
-# Where weights are dense the values are dense, too. At both ends stand the blocks' own largest weights, which are
-# exact.
-#
-# Now every linear layer, one by one: ‖W - Ŵ‖ / ‖W‖ of **nf4**, of **fp4** (a float of four bits) and of sixteen
-# **even** steps from -1 to 1.
 
 
-# %%
-def nearest(weight, values):
-    """Each weight as the nearest of `values`, in units of its block's largest."""
-    blocks = weight.reshape(-1, BLOCK)
-    largest = blocks.abs().amax(dim=1, keepdim=True)
-    place = (blocks / largest)[..., None].sub(values).abs().argmin(dim=-1)
-    return (values[place] * largest).reshape(weight.shape)
+def four_bits(weight, kind="nf4", block=BLOCK):
+    """A weight of four bits: bits a weight with its scales, of 8 bits themselves, and what is read back."""
+    if kind == "even":  # sixteen even steps
+        blocks = weight.reshape(-1, block)
+        largest, values = blocks.abs().amax(dim=1, keepdim=True), torch.linspace(-1, 1, 16)
+        place = (blocks / largest)[..., None].sub(values).abs().argmin(dim=-1)
+        return 4 + 8 / block, (values[place] * largest).reshape(weight.shape)
+    packed, state = quantize_4bit(weight.contiguous(), quant_type=kind, blocksize=block, compress_statistics=True)
+    scales = state.absmax.nbytes + state.state2.absmax.nbytes
+    return 8 * (packed.nbytes + scales) / weight.numel(), dequantize_4bit(packed, state)
 
 
-errors = {}
-for name, weight in weights.items():
-    errors[name] = {
-        "nf4": error(four_bits(weight)[2], weight),
-        "fp4": error(four_bits(weight, "fp4")[2], weight),
-        "even": error(nearest(weight, torch.linspace(-1, 1, 16)), weight),
+def histogram(block):
+    """One matrix in units of its blocks' largest, and nf4's sixteen values."""
+    blocks = weights[chosen].reshape(-1, block)
+    counts = torch.histc((blocks / blocks.abs().amax(dim=1, keepdim=True)).flatten(), bins=80, min=-1, max=1)
+    top, levels = counts.max().item() / 4, get_4bit_type("nf4", device="cpu").tolist()
+    spikes = [point for level in levels for point in ((level, 0.0), (level, top), (level, None))]
+    lines = {
+        "weights": [((n + 0.5) / 40 - 1, count) for n, count in enumerate(counts.tolist())],
+        "nf4's sixteen values": spikes,
     }
-kinds = sorted({name.rpartition(".")[2] for name in errors})
-rows = [
-    (
-        kind,
-        *(
-            f"{max(found[way] for name, found in errors.items() if name.endswith(kind)):.3f}"
-            for way in ("nf4", "fp4", "even")
-        ),
-    )
-    for kind in kinds
-]
-HTML(
-    Table(
-        title=f"Largest relative error over {LAYERS} layers", columns=("linear layer", "nf4", "fp4", "even"), rows=rows
-    ).html()
-)
+    return curve(lines, title=chosen, x="weight / largest of its block", y="weights in a bin")
 
-# %% [markdown]
-# nf4 is the best of the three in every layer, and loses about a tenth of a weight's size.
 
 # %%
-assert all(found["nf4"] < min(found["even"], found["fp4"]) for found in errors.values())
-assert all(0.05 < found["nf4"] < 0.15 for found in errors.values())
+def four_bits_of(kind, block):
+    rows = []
+    for name in ("q_proj", "v_proj", "gate_proj", "down_proj"):
+        weight = next(weight for full, weight in weights.items() if full.endswith(name))
+        bits, back = four_bits(weight, kind, block)
+        rows.append((name, f"{bits:.3f}", f"{error(back, weight):.1%}"))
+    return show(histogram(block), f"{kind}, blocks of {block}", ("first layer's", "bits a weight", "error"), rows)
+
+
+tk.vary(four_bits_of, start={"kind": "nf4", "block": 64}, kind=["nf4", "fp4", "even"], block=[64, 128, 256])
+
+# %% tags=["check"]
+for weight in weights.values():
+    wrong = {kind: error(four_bits(weight, kind)[1], weight) for kind in ("nf4", "fp4", "even")}
+    assert wrong["nf4"] < min(wrong["even"], wrong["fp4"])
+    assert 0.05 < wrong["nf4"] < 0.15
+bits, back = four_bits(weights[chosen])
+assert abs(bits - (4 + 8 / 64 + 32 / (64 * 256))) < 0.02  # double quantization: 4.127
 
 # %% [markdown]
-# What it saves: four bits a weight, and the scales. With *double quantization* a block's scale has eight bits, and
-# 256 scales share one of 32 bits: 4 + 8/64 + 32/(64 · 256) = 4.127 bits a weight, where fp32 has 32 and bf16 has
-# 16.
-
-# %%
-packed, state, _ = four_bits(weights[chosen])
-scales = state.absmax.nbytes + state.state2.absmax.nbytes
-bits = 8 * (packed.nbytes + scales) / weights[chosen].numel()
-f"{bits:.3f} bits a weight"
-
-# %%
-assert abs(bits - 4.127) < 0.02
-
-# %% [markdown]
-# The embedding, the norms and the head are no such layers and stay as they are: of this small model they are a
-# large share, of an 8B model little. Loaded by transformers, the quantized model holds exactly what was computed
-# above, and its logits are off by:
-
-# %%
-from transformers import BitsAndBytesConfig
-
-nf4 = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-    bnb_4bit_quant_storage=torch.float32,
-)
-small = AutoModelForCausalLM.from_pretrained(base, quantization_config=nf4, device_map={"": "cpu"})
-# On CPUs with AVX512-BF16 bitsandbytes would evaluate in bf16, 1e-2 off; the toolkit does the same.
-for module in small.modules():
-    if hasattr(module, "support_avx512bf16_for_cpu"):
-        module.support_avx512bf16_for_cpu = False
-held = small.get_submodule(chosen).weight
-same = dequantize_4bit(held.data.view(torch.uint8), held.quant_state)
-assert torch.equal(same, four_bits(weights[chosen])[2])
-f"logits of the model in four bits: off by {error(logits(small), logits(whole)):.1%}"
-
-# %% [markdown]
-# ## What a GPU would need: forecast
+# nf4 loses about a tenth of a weight's size, and is the best of the three in every layer. Smaller blocks are finer
+# and need more scales: the loader takes 64.
 #
-# Before anything runs: a Llama of 8B parameters, one row of 2,048 tokens, on a card of 24 GB. Only shapes are
-# needed for that, no weights. This is a forecast; the small trainings below show how true such forecasts are.
+# ## Eight bits, and the outliers
+#
+# **LLM.int8** (Dettmers et al. 2022) also stores *activations* in 8 bits while it multiplies: each row is divided by
+# its largest value. Large models have a few features with activations many times as large as the rest. One of
+# them makes the steps of its whole row coarse. So LLM.int8 computes features above a threshold in 16 bits. Make one
+# feature larger, and switch the threshold.
+
 
 # %%
-big = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-)
-train_config = tk.TrainConfig(seq_len=2048, micro_batch=1)
-ways = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}
-large = tk.describe(big)
-needs = {
-    way: tk.forecast(large, tk.Strategy(adapter=word, precision="bf16", lora_rank=16), "RTX-4090", train_config)
-    for way, word in ways.items()
-}
-HTML(
-    bars(
-        [Bar(label=way, parts=found.parts) for way, found in needs.items()],
-        title=f"Forecast: {spec.architecture} of {large.elements / 1e9:.1f}B on one card",
-        limit=needs["QLoRA"].limit_bytes,
-        limit_label="RTX-4090",
-    )
-)
+def int8_product(outlier, above_6):
+    x, weight = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0)), weights[chosen]
+    x[:, 7] *= outlier
+    apart = (x.abs().amax(dim=0) > 6) & (above_6 == "in 16 bits")
+    inside = x.masked_fill(apart, 0)
+    row, column = inside.abs().amax(dim=1, keepdim=True), weight.abs().amax(dim=1, keepdim=True)
+    product = (inside / row * 127).round() @ (weight / column * 127).round().T * row * column.T / 127**2
+    product += x[:, apart].half().float() @ weight[:, apart].T
+    rows = [(int(apart.sum()), f"{error(product, x @ weight.T):.2%}")]
+    return table(f"One feature × {outlier}", ("features in 16 bits", "error of the product"), rows)
+
+
+OUTLIERS, WHERE = [1, 2, 5, 10, 20, 50, 100, 200], ["in 8 bits, too", "in 16 bits"]
+tk.vary(int8_product, start={"outlier": 50, "above_6": WHERE[0]}, outlier=OUTLIERS, above_6=WHERE)
+
+
+# %% tags=["check"]
+def wrong_by(outlier, word):
+    (row,) = int8_product(outlier, word).rows
+    return float(row[1].rstrip("%"))
+
+
+assert wrong_by(100, "in 8 bits, too") > 1.5 * wrong_by(100, "in 16 bits")
 
 # %% [markdown]
-# All weights need 16 bytes each: the fp32 weight that is trained, its gradient, and AdamW's two moments; the
-# workspace is what AdamW computes in. LoRA needs these for its adapter alone, and two bytes for each frozen weight.
-# QLoRA needs about half a byte for most of them.
+# ## What a GPU needs
+#
+# A Llama of 8B on one card, one row of 2,048 tokens. Move the adapter and the card: which is the smallest card for
+# each? All weights need 16 bytes each. LoRA needs two for each frozen weight, QLoRA about half a byte for most.
 
 # %%
-assert not needs["all weights"].fits
-assert needs["QLoRA"].fits
-assert needs["QLoRA"].parts["parameters"] < needs["LoRA"].parts["parameters"] / 2
-assert needs["LoRA"].parts["optimizer"] < needs["all weights"].parts["optimizer"] / 100
+ONE_ROW = tk.TrainConfig(seq_len=2048, micro_batch=1)
+QLORA = tk.Strategy(adapter="qlora", precision="bf16")
+tk.explore("memory", LLAMA_8B, "RTX-4090", QLORA, ONE_ROW, controls=["adapter", "device"])
+
+# %% tags=["check"]
+needs = {
+    word: tk.forecast(LLAMA_8B, tk.Strategy(adapter=word, precision="bf16"), "RTX-4090", ONE_ROW)
+    for word in ("none", "lora", "qlora")
+}
+assert not needs["none"].fits
+assert needs["qlora"].fits
+assert needs["qlora"].parts["parameters"] < needs["lora"].parts["parameters"] / 2
+assert needs["lora"].parts["optimizer"] < needs["none"].parts["optimizer"] / 50
 
 # %% [markdown]
 # ## The same model, trained in three ways
 #
-# Now for real, on the small base: the recipe's own steps over the same rows in the same order, in this process.
-# Learning rates differ, as they do in practice: an adapter takes ten times what all weights take.
+# The recipe's own steps over the same rows, in this process. Learning rates differ, as they do in practice: an
+# adapter takes ten times what all weights take.
 
 # %%
-rates = {"all weights": 1e-3, "LoRA": 1e-2, "QLoRA": 1e-2}
-run_config = tk.RunConfig(model=base, data="prose.txt")
-loops = {way: tk.TrainConfig(steps=STEPS, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, lr=rates[way]) for way in ways}
-rank = {way: {"lora_rank": RANK} if word != "none" else {} for way, word in ways.items()}
-asked = {way: tk.Strategy(adapter=word, precision="fp32", **rank[way]) for way, word in ways.items()}
-trials = {way: tk.profile_steps(asked[way], loops[way], run_config) for way in ways}
-lines = {way: list(enumerate(trial.losses, start=1)) for way, trial in trials.items()}
-HTML(curve(lines, title="Loss on the prose", x="step", y="loss, nats a token"))
+run_config = tk.RunConfig(model=base, data=str(styled))
+rates = {"none": 5e-4, "lora": 5e-3, "qlora": 5e-3}
+trials = {}
+for adapter, rate in rates.items():
+    rank = {"lora_rank": RANK} if adapter != "none" else {}
+    strategy = tk.Strategy(adapter=adapter, precision="fp32", **rank)
+    step = tk.TrainConfig(steps=STEPS, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, lr=rate)
+    trials[adapter] = tk.profile_steps(strategy, step, run_config)
+lines = {adapter: list(enumerate(trial.losses, start=1)) for adapter, trial in trials.items()}
+HTML(curve(lines, title="Loss on the new style", x="step", y="nats a token"))
 
 # %% [markdown]
-# The first losses tell much. LoRA begins where all weights begin: at the base. QLoRA begins at the base in four
-# bits, a little off. (In few steps over so raw a base all weights may well learn more; an adapter is for a base
-# that knows much.)
-
-# %%
-first = {way: trial.losses[0] for way, trial in trials.items()}
-assert abs(first["LoRA"] / first["all weights"] - 1) < EQUAL
-assert 0 < abs(first["QLoRA"] / first["all weights"] - 1) < 0.05
-assert STEPS < 20 or all(trial.losses[-1] < first["all weights"] for trial in trials.values())
-first
-
-# %% [markdown]
-# What each held and took, beside what was forecast before its first byte. All is in fp32 here, so a frozen weight
-# of LoRA has four bytes. Of so small a model logits and activations are most, and no adapter makes those smaller.
+# LoRA begins where all weights begin, at the base. QLoRA begins at the base in four bits, a little off. This is what
+# each held and took, **measured**, and the peak's forecast:
 
 # %%
 rows = []
-for way, trial in trials.items():
+for adapter, trial in trials.items():
     held = trial.audit.measured
     sizes = (held.trainable, held.frozen, held.optimizer, trial.peak_bytes)
-    rows.append((way, *map(format_bytes, sizes), f"{trial.ratio:.3f}"))
-table = Table(
-    title="Measured in three trainings",
-    columns=("trained", "trainable", "frozen", "optimizer", "peak", "peak's forecast / measured"),
-    rows=rows,
-)
-HTML(
-    figure(
-        bars(
-            [Bar(label=way, parts=trial.forecast.parts) for way, trial in trials.items()],
-            title="Forecast: the peak by part",
-        ),
-        table,
-    )
-)
+    rows.append((adapter, *map(format_bytes, sizes), format_bytes(trial.forecast_bytes)))
+columns = ("adapter", "trainable", "frozen", "optimizer", "peak", "peak, forecast")
+parts = [Bar(label=adapter, parts=trial.parts) for adapter, trial in trials.items()]
+show(bars(parts, title="The peak by part (measured)"), "In fp32 a frozen weight of LoRA has four bytes", columns, rows)
 
-# %%
-held = {way: trial.audit.measured for way, trial in trials.items()}
-assert {way: one.trainable // 4 for way, one in held.items()} == {
-    "all weights": spec.elements,
-    "LoRA": counted,
-    "QLoRA": counted,
-}
+# %% tags=["check"]
+first = {adapter: trial.losses[0] for adapter, trial in trials.items()}
+assert abs(first["lora"] / first["none"] - 1) < EQUAL
+assert 0 < abs(first["qlora"] / first["none"] - 1) < 0.05
+assert STEPS < 20 or all(trial.losses[-1] < first["none"] for trial in trials.values())
+held = {adapter: trial.audit.measured for adapter, trial in trials.items()}
+assert [one.trainable // 4 for one in held.values()] == [spec.elements, trained, trained]
 assert all(one.optimizer >= 2 * one.trainable for one in held.values())  # AdamW's two moments
-assert held["QLoRA"].frozen < held["LoRA"].frozen / 2
+assert held["qlora"].frozen < held["lora"].frozen / 2
 assert all(abs(trial.ratio - 1) < 0.08 for trial in trials.values())
 
 # %% [markdown]
-# ## Save, and load back
+# Of so small a model activations and logits are most, and no adapter makes those smaller.
 #
-# What is to be kept is a run, in processes of its own, with a folder: `tk.launch` comes back at once. The same
-# QLoRA once more; at its end the run saves the adapter, opens it again and compares logits.
+# ## Over two ranks: who holds what
+#
+# ZeRO-3 and FSDP shard the frozen base, too, also in four bits. Each rank then holds a part of the base, of the
+# adapter and of its moments. Four real runs on two ranks:
 
 # %%
-train_config = loops["QLoRA"]
-run = tk.launch(
-    "toolkit.finetune",
-    asked["QLoRA"],
-    processes=1,
-    model=base,
-    data="prose.txt",
-    steps=STEPS,
-    seq_len=SEQ_LEN,
-    micro_batch=MICRO_BATCH,
-    lr=train_config.lr,
-    run_dir="runs/qlora",
-)
-run.wait()
+RANKS = max(2, tk.hardware().count) if GPU else 2
+audits = {}
+for word in SHARDED.split(","):
+    for adapter in ("lora", "qlora"):
+        strategy = tk.Strategy(sharding=word, adapter=adapter, lora_rank=RANK, precision="fp32")
+        fields = {"model": base, "data": run_config.data, "steps": 2, "seq_len": SEQ_LEN, "micro_batch": 2}
+        run = tk.launch("toolkit.finetune", strategy, processes=RANKS, **fields, save=False, save_seconds=0)
+        run.wait(progress=False)
+        audits[word, adapter] = [audit["measured"] for audit in run.memory["audits"]]
+
+# %% [markdown]
+# The audit of each rank, after its first step:
 
 # %%
+rows = []
+for (word, adapter), ranks in audits.items():
+    for rank, held in enumerate(ranks):
+        sizes = (held["frozen"], held["trainable"], held["master"], held["optimizer"])
+        rows.append((word, adapter, rank, *map(format_bytes, sizes)))
+columns = ("sharding", "adapter", "rank", "frozen base", "adapter's weights", "masters", "moments")
+table("Held by a rank between two steps (measured)", columns, rows)
+
+# %% tags=["check"]
+for ranks in audits.values():
+    assert len(ranks) == RANKS
+    assert all(held["frozen"] < 0.65 * 4 * spec.elements for held in ranks)  # half, and what is held whole
+    assert all(held["optimizer"] < 0.7 * 8 * trained for held in ranks)
+for word in SHARDED.split(","):
+    assert audits[word, "qlora"][0]["frozen"] < audits[word, "lora"][0]["frozen"]
+
+# %% [markdown]
+# ZeRO-3 keeps small parameters whole on every rank (`stage3_param_persistence_threshold`), and an adapter's matrices
+# are small. Their masters and moments are shared. FSDP shards everything.
+#
+# ## Before and after
+#
+# What is to be kept is a run with a folder. The same QLoRA once more: at its end it saves the adapter, opens it again
+# and compares logits.
+
+# %%
+strategy = trials["qlora"].forecast.strategy
+fields = {"seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "steps": STEPS, "lr": rates["qlora"]}
+run = tk.launch("toolkit.finetune", strategy, processes=1, model=base, data=run_config.data, **fields)
+run.wait(progress=False)
+rows = []
+for prompt in ("def multiply(price", "def subtract(north"):
+    for name, source in (("the base", base), ("with its adapter", run.folder)):
+        answer = tk.generate(source, prompt, max_new_tokens=48, stream=False, chat_template=False)
+        rows.append((name, prompt + str(answer).partition("\n\n")[0]))
+table("The same prompt, before and after (greedy)", ("model", "text"), rows)
+
+# %% tags=["check"]
+assert STEPS < 20 or all(('"""' in text) == (name != "the base") for name, text in rows)
 again = [float(loss) for loss in run.metrics["loss"]]
-assert all(
-    abs(one / two - 1) < EQUAL for one, two in zip(again, trials["QLoRA"].losses, strict=True)
-)  # the trial told true
-adapter = run.folder / "export"
-size = (adapter / "adapter_model.safetensors").stat().st_size
+assert all(abs(one / two - 1) < EQUAL for one, two in zip(again, trials["qlora"].losses, strict=True))
+adapter_folder = run.folder / "export"
+size = (adapter_folder / "adapter_model.safetensors").stat().st_size
 assert size < (Path(base) / "model.safetensors").stat().st_size / 10
-f"an adapter of {format_bytes(size)}"
 
 # %% [markdown]
-# PEFT loads it over its base. These lines know nothing of this toolkit, and nothing is said by the adapter alone:
-# its base has to be there, **in four bits**.
+# ## What alpha does
+#
+# The adapter adds (alpha / rank) · B·A. After the training you can still turn it: at 0 the model is the base, at the
+# trained value it is adapted. The new style was trained on, the old one was not. Which alpha would you choose?
+
+# %% tags=["helper"]
+from transformers import BitsAndBytesConfig
+
+
+def nf4():
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=torch.float32,
+    )
+
+
+def opened(folder, config=None):
+    """A model of a folder on the CPU, which computes in fp32."""
+    options = {"quantization_config": config, "device_map": {"": "cpu"}} if config else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    # On CPUs with AVX512-BF16 bitsandbytes would evaluate in bf16, 1e-2 off; the toolkit does the same.
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def loss_on(model, rows):
+    with torch.no_grad():
+        return model(input_ids=rows, labels=rows).loss.item()
+
 
 # %%
-from peft import PeftModel
+tuned = PeftModel.from_pretrained(opened(base, nf4()), adapter_folder)
 
-over_four_bits = logits(PeftModel.from_pretrained(small, adapter))
-assert error(over_four_bits, logits(whole)) > 1e-3  # it is not the base any more
+
+def loss_with(alpha):
+    for module in tuned.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", alpha / (2 * RANK))  # it was trained with twice the rank
+    losses = {"new": loss_on(tuned, new_style[:2]), "old": loss_on(tuned, old_style[:2])}
+    return table(f"alpha {alpha}", ("style", "loss"), [(name, f"{loss:.4f}") for name, loss in losses.items()])
+
+
+tk.vary(loss_with, start={"alpha": 2 * RANK}, alpha=[0, RANK // 2, RANK, 2 * RANK, 3 * RANK, 4 * RANK, 8 * RANK])
+
+
+# %% tags=["check"]
+def losses_at(alpha):
+    return [float(row[1]) for row in loss_with(alpha).rows]
+
+
+at_zero, at_trained = losses_at(0), losses_at(2 * RANK)
+assert abs(at_zero[0] - loss_on(opened(base, nf4()), new_style[:2])) < 1e-3
+assert STEPS < 20 or at_trained[0] < at_zero[0]
+over_four_bits = logits(tuned)
 
 # %% [markdown]
-# **Merged**, W + B·A is one matrix again: a plain model that needs no PEFT. In a shell: `toolkit export runs/qlora
-# -o merged --merge`.
+# ## Home: merged, and in fewer bits
+#
+# **Merged**, W + B·A is one matrix again: a plain model without PEFT. In a shell: `toolkit export RUN -o merged
+# --merge`. Then it can be quantized for use. What does each form weigh, and what is its loss on functions that were not trained on?
 
 # %%
-tk.export(run.folder, "merged", merge=True)
-
-# %%
-plain = AutoModelForCausalLM.from_pretrained("merged")
-assert sum(parameter.numel() for parameter in plain.parameters()) == spec.elements
-assert error(logits(plain), over_four_bits) < EQUAL
+merged, half = fresh("merged"), fresh("merged-bf16")
+tk.export(run.folder, merged, merge=True)
+tk.export(run.folder, half, merge=True, dtype="bf16")
+models = {"fp32": (opened(merged), merged), "bf16": (opened(half), half)}
+configs = {"int8, activations too": BitsAndBytesConfig(load_in_8bit=True), "nf4": nf4()}
+for name, bits in configs.items():
+    folder, model = fresh(name.partition(",")[0]), opened(merged, bits)
+    model.save_pretrained(folder)
+    models[name] = (model, folder)
 
 # %% [markdown]
-# Equal logits, from plain transformers. But see what was merged into: Ŵ, the weights as four bits hold them, for it
-# is those that the adapter was trained over. **Over the weights that the four bits were made from, it is another
-# model**:
+# LLM.int8 computes with activations of 8 bits. To see what these cost alone, the same int8 weights also multiply
+# activations of fp32:
+
+
+# %% tags=["helper"]
+def weights_alone(model, folder):
+    """The model of the folder with the int8 model's weights, read back: activations stay in fp32."""
+    plain = opened(folder)
+    for name, module in model.named_modules():
+        if hasattr(getattr(module, "weight", None), "SCB"):
+            weight = module.weight.data.float() * module.weight.SCB[:, None] / 127
+            plain.get_submodule(name).weight.data.copy_(weight)
+    return plain
+
+
+def stored_bytes(folder):
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
 
 # %%
-over_whole = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
-off = {"merged": error(logits(plain), over_four_bits), "over the whole base": error(over_whole, over_four_bits)}
-assert off["over the whole base"] > off["merged"]
-{name: f"{share:.1e}" for name, share in off.items()}
+int8, folder = models["int8, activations too"]
+models["int8, weights alone"] = (weights_alone(int8, merged), folder)
+order = ("fp32", "bf16", "int8, weights alone", "int8, activations too", "nf4")
+scores = {name: loss_on(models[name][0], new_style) for name in order}
+rows = []
+for name in order:
+    change = f"{scores[name] / scores['fp32'] - 1:+.3%}"
+    rows.append((name, format_bytes(stored_bytes(models[name][1])), f"{scores[name]:.4f}", change))
+table("One model, five forms (measured)", ("form", "files", "loss", "change"), rows)
+
+# %% tags=["check"]
+sizes = [stored_bytes(models[name][1]) for name in ("fp32", "bf16", "int8, activations too", "nf4")]
+assert sizes[0] > sizes[1]
+assert sizes[0] > sizes[2] > sizes[3]
+changes = {name: abs(score - scores["fp32"]) for name, score in scores.items()}
+assert max(changes["bf16"], changes["int8, weights alone"], changes["int8, activations too"]) < 0.02  # nats
+assert changes["nf4"] < 0.1
+assert error(logits(models["fp32"][0]), over_four_bits) < EQUAL
+over_whole = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter_folder))
+assert error(over_whole, over_four_bits) > error(logits(models["fp32"][0]), over_four_bits)
+
+# %% [markdown]
+# The adapter was trained over Ŵ, the weights as four bits hold them, and merged into Ŵ. Over the weights that the four
+# bits were made from, it is another model. The embedding is not quantized in any form: of this small model it is a
+# large share, of an 8B model little.
+#
+# ## The rule
+#
+# **Train all weights if they fit; else LoRA of rank 16 on all linear layers, at ten times the rate; else QLoRA.**
+# Your number: 2 bytes a weight for LoRA's frozen base in bf16, 0.52 for QLoRA's, plus 16 for each trained number.
+# Here is your card, and what each of the three needs:
+
+
+# %%
+def three_ways(card, model):
+    rows = []
+    for adapter in ("none", "lora", "qlora"):
+        need = tk.forecast(MODELS[model], tk.Strategy(adapter=adapter), card, ONE_ROW)
+        rows.append((adapter, format_bytes(need.needed_bytes), "yes" if need.fits else "no"))
+    return table(f"{model} on {card} (forecast)", ("adapter", "needs", "fits"), rows)
+
+
+MODELS = {"this notebook's": tk.describe(config), "a Llama of 8B": LLAMA_8B}
+tk.vary(
+    three_ways,
+    start={"card": "L4", "model": "a Llama of 8B"},
+    card=["T4", "L4", "A100-40GB", "H100-80GB"],
+    model=list(MODELS),
+)
+
+# %% [markdown]
+# ## When it goes wrong
+#
+# - **QLoRA is refused: most weights stay unquantized.** Large embeddings are not quantized. `--allow-unquantized`
+#   overrides it.
+# - **The adapter answers nonsense in another program**: its base must be there, in the same bits. Merge it.
+# - **The loss does not fall**: a rate for all weights is too small for an adapter. Multiply by ten.
+# - **An adapter's folder as `--model`** is refused, with the advice to merge it first:
+
+# %%
+refused = []
+for words in ({"adapter": "qlora8", "sharding": "fsdp"}, {"lora_rank": 8}):
+    try:
+        tk.Strategy(**words)
+    except tk.StrategyError as said:
+        refused.append((" ".join(f"--{name} {value}" for name, value in words.items()), str(said)))
+try:
+    tk.describe(str(run.folder / "export"))
+except tk.ToolkitError as said:
+    refused.append(("an adapter's folder as --model", str(said)))
+table("Refused", ("asked", "the sentence"), refused)
+
+# %% tags=["check"]
+assert len(refused) == 3
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. Double `RANK`. What of the table of the three trainings doubles, and what stays?
-# 2. `lora_targets="q_proj,v_proj"` in the Strategy adapts two matrices of each layer, as the first paper did. Say
-#    how many weights that trains before you run it.
-# 3. Set `BLOCK` to 256. What do a weight's bits and its error become? The loader takes 64: what speaks for it?
-# 4. Put your own model in the place of `base`, and ask `tk.forecast` which of the three ways your GPU can hold.
-# 5. Train with `adapter="dora"`. What does it add to the numbers that are trained? (Liu et al. 2024: a length for
-#    each output.)
+# 1. `lora_targets="q_proj,v_proj"` adapts two matrices of each layer, as the first paper did. How many weights does
+#    that train at the same rank? Count before you run.
+# 2. How much of a trained B·A lies in its first direction alone? Take the singular values.
+# 3. `adapter="dora"` adds a length for each output (Liu et al. 2024). How many numbers more are trained?
+
+# %% tags=["solution"]
+print(f"{adapter_elements(spec, RANK, 'q_proj,v_proj'):,}, where all linear layers have {trained:,}.")
+
+# %% tags=["solution"]
+module = next(
+    module for name, module in tuned.named_modules() if name.endswith("gate_proj") and hasattr(module, "lora_A")
+)
+product = module.lora_B["default"].weight @ module.lora_A["default"].weight
+values = torch.linalg.svdvals(product.detach().float())[:RANK]
+shares = (values**2 / (values**2).sum()).tolist()
+rows = [(number, f"{share:.1%}") for number, share in enumerate(shares, start=1)]
+table(f"{chosen}: the share of B·A in each direction", ("direction", "share"), rows)
+
+# %% tags=["solution"]
+shapes = {one.name.removesuffix(".weight"): one.shape for one in spec.parameters}
+print(f"{sum(shapes[name][0] for name in spec.linears):,} lengths, one for each output of a linear layer.")
+
+# %% [markdown]
+# ## Next
+#
+# You have seen all seven. Take a model of yours: `toolkit plan MODEL --hardware L4`, then `toolkit train`.

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 
 from execute import read, sources, visible
 
-DONE = ("01", "02", "03", "04", "05", "06")
+DONE = ("01", "02", "03", "04", "05", "06", "07")
 """Notebooks that have every part. At the end: all."""
 LESSONS = [source for source in sources() if source.stem.startswith(DONE)]
 

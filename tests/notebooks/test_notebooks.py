@@ -32,7 +32,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "06_zero_and_fsdp": {
         "STEPS": 2, "SHARDINGS": "zero2,fsdp_grad_op", "ACCUMULATION": 3, "WORDS": "fsdp", "PUBLISHED": "2x RTX-3090",
     },
-    "07_lora_and_qlora": {"WIDTH": 192, "BASE_STEPS": 2, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2},
+    "07_lora_and_qlora": {
+        "WIDTH": 192, "BASE_STEPS": 4, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2, "SHARDED": "zero3",
+    },
     "04_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
     "01_first_run": {"STEPS": 60, "SEQ_LEN": 64, "CARD": "L4"},
 }  # fmt: skip
@@ -43,6 +45,9 @@ AGAIN: dict[str, dict[str, Any]] = {
     "02_where_the_memory_goes": {"BATCHES": [1, 4], "GPUS": 16},
     "03_load_a_large_model": {"SEQ_LEN": 96, "NEW_TOKENS": 3},
     "04_activations": {"TOKENS": 96, "MICRO_BATCH": 4},
+    "05_precision": {"STEPS": 3, "SCALE": 2.0**18},
+    "06_zero_and_fsdp": {"ACCUMULATION": 2, "PUBLISHED": "2x TITAN-RTX"},
+    "07_lora_and_qlora": {"STEPS": 3, "RANK": 2, "SHARDED": "fsdp"},
 }
 """What replaces them when all cells run a second time, in the folder of the first."""
 
