@@ -45,7 +45,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "02_where_the_memory_goes": {"BATCHES": [1, 4], "GPUS": 16},
     "03_load_a_large_model": {"SEQ_LEN": 96, "NEW_TOKENS": 3},
     "04_activations": {"TOKENS": 96, "MICRO_BATCH": 4},
-    "05_precision": {"STEPS": 3, "SCALE": 2.0**18},
+    "05_precision": {"STEPS": 3, "SCALE": 2.0**22},
     "06_zero_and_fsdp": {"ACCUMULATION": 2, "PUBLISHED": "2x TITAN-RTX"},
     "07_lora_and_qlora": {"STEPS": 3, "RANK": 2, "SHARDED": "fsdp"},
 }
