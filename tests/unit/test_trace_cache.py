@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.test_forecasting import FP32, config
+from test_forecasting import FP32, config
 
 from toolkit.engines.traces import Trace
 from toolkit.forecasting import lengths, trace_cache
