@@ -14,9 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 
 from execute import read, sources, visible
 
-DONE = ("01", "02", "03", "04", "05", "06", "07")
-"""Notebooks that have every part. At the end: all."""
-LESSONS = [source for source in sources() if source.stem.startswith(DONE)]
+LESSONS = sources()
 
 PARTS = (r"# \S", "## Before you start", "## The rule", "## When it goes wrong", "## Exercises", "## Next")
 BEFORE = ("You know", "You can then", "Time", "Hardware")

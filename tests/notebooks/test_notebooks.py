@@ -70,7 +70,7 @@ def source(request: pytest.FixtureRequest) -> Path:
 def test_every_notebook_has_a_source_and_other_parameters() -> None:
     assert SOURCES
     assert {path.with_suffix(".ipynb") for path in SOURCES} == set(FOLDER.glob("*.ipynb"))
-    assert set(PARAMETERS) == {path.stem for path in SOURCES}
+    assert set(PARAMETERS) == set(AGAIN) == {path.stem for path in SOURCES}
 
 
 def test_source_and_notebook_are_in_step(source: Path) -> None:
@@ -166,11 +166,10 @@ def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
     def run(source: Path) -> list[nbformat.NotebookNode]:
         folder, made = tmp_path_factory.mktemp(source.stem), []
-        for other in ({}, AGAIN[source.stem]) if source.stem in AGAIN else ({},):
+        for other in ({}, AGAIN[source.stem]):
             made.append(read(source, {**PARAMETERS[source.stem], **other}))
             execute(made[-1], folder, limit=SECONDS, path=[core_alone] if source.stem in CORE else ())
-        if source.stem in AGAIN:
-            assert {path.name for path in folder.iterdir()} - {".ipython", ".kernel.json"} == {RUNS}
+        assert {path.name for path in folder.iterdir()} - {".ipython", ".kernel.json"} == {RUNS}
         return made
 
     asked = [item.callspec.params["source"] for item in request.session.items if item.originalname == EXECUTED]
