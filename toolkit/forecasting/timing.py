@@ -134,16 +134,16 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
 
     A ring over several nodes crosses the network once a node, over all of its adapters at once; replicas meet there rank by rank.
     """
+    sizes = job.parallelism
     if link == "memory":
         return card.memory * 1e9 * MEMORY
     if link == "host":
         host_link = card.host
     elif link == "ring":
-        sizes = job.parallelism
         group = (sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size) * sizes.tp
         host_link = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
     else:
-        group = job.parallelism.tp if link == "tp" else job.ranks
+        group = {"tp": sizes.tp, "cp": sizes.cp * sizes.tp}.get(link, job.ranks)
         host_link = card.network if group > machine.count else card.peer
     return host_link * 1e9 * LINK
 

@@ -70,8 +70,7 @@ def trace_ahead(spec: ModelSpec, configs: Iterable[TraceConfig], *, batches: Ite
     missing = [
         config
         for config in dict.fromkeys(configs)
-        if _needs_child(config)
-        and any(_read_cached(_cache_path(spec, config, batch, seq_len)) is None for batch in needed)
+        if _needs_child(config) and any(recall_trace(spec, config, batch, seq_len) is None for batch in needed)
     ]
     if not missing:
         return
@@ -91,8 +90,8 @@ def _trace_with_cache(
     """Return the configuration's trace of each batch. Missing ones are traced together."""
 
     def stored_traces() -> dict[int, Trace]:
-        found = {batch: recall_trace(spec, config, batch, seq_len) for batch in batches}
-        return {batch: trace for batch, trace in found.items() if trace is not None}
+        traces = {batch: recall_trace(spec, config, batch, seq_len) for batch in batches}
+        return {batch: trace for batch, trace in traces.items() if trace is not None}
 
     stored = background.wait_for(_topic(spec, config), stored_traces, lambda traces: len(traces) == len(set(batches)))
     missing = [batch for batch in batches if batch not in stored]
@@ -129,8 +128,9 @@ def _add_background_work(spec: ModelSpec, configs: Sequence[TraceConfig], batche
         *((config, batch, length) for length in lengths[1:] for config in configs for batch in batches),
         *((config, batch, length) for length in lengths[1:] for config in configs for batch in others),
     ]
+    topics = {config: _topic(spec, config) for config in configs}
     for config, batch, length in wishes:
-        background.add(_topic(spec, config), [partial(_trace_and_keep, spec, config, batch, length)])
+        background.add(topics[config], [partial(_trace_and_keep, spec, config, batch, length)])
 
 
 def _topic(spec: ModelSpec, config: TraceConfig) -> str:

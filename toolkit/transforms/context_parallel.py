@@ -21,7 +21,7 @@ from toolkit.core.units import BYTES_OF
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.records import Transfer
 from toolkit.engines.registry import register_transform
-from toolkit.models.varlen import STATEFUL
+from toolkit.models.varlen import STATEFUL, register_varlen
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +39,9 @@ class ContextParallel(Transform):
 
     name = "cp"
 
-    def settings(self, job: Job) -> tuple[int, str, int] | None:
+    def settings(self, job: Job) -> tuple[int, str] | None:
         cp = job.strategy.cp
-        return None if cp == 1 else (cp, attention_kind(job), job.train_config.seq_len)
+        return None if cp == 1 else (cp, attention_kind(job))
 
     def ranks(self, job: Job) -> int:
         return job.strategy.cp
@@ -65,9 +65,7 @@ class ContextParallel(Transform):
             _refuse(f"does not divide the {spec.heads} heads", "Choose --cp-attention gather, or another --cp.", cp)
         if attention_kind(job) == "gather" and ATTENTIONS[strategy.attention].joins_rows:
             _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.", cp)
-        layers = {
-            word for word in spec.config.get("layer_types") or () if word not in ("full_attention", "sliding_attention")
-        }
+        layers = sorted(set(spec.config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
         if layers or not spec.heads:
             _refuse(
                 f"runs full and sliding attention, and {spec.architecture} has {', '.join(layers) or 'none'}",
@@ -157,7 +155,7 @@ class Rows:
     part: slice
     """This rank's tokens."""
     calls: int = 0
-    _masks: dict[Any, Tensor | None] = field(default_factory=dict)
+    _masks: dict[Any, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Rows:
         """Copy to a device."""
@@ -167,32 +165,25 @@ class Rows:
         }
         return replace(self, **moved, _masks={})
 
-    def causal(self) -> Tensor:
-        """Return the mask of a row of one document, [1, 1, s, s]."""
-        import torch
-
-        length = self.positions.shape[1]
-        return torch.ones((length, length), dtype=torch.bool, device=self.positions.device).tril()[None, None]
-
-    def mask(self, window: int | None, own_queries: bool) -> Tensor | None:
-        """Return which key each query sees, bool [b, 1, queries, s]; None where it sees all before it.
+    def mask(self, window: int | None, own_queries: bool, *, implied: bool = True) -> Tensor | None:
+        """Return which key each query sees, bool [b, 1, queries, s], made once for all layers.
 
         Args:
             window: tokens that a query sees back, itself included; None for all.
             own_queries: of this rank's queries alone.
+            implied: return None where a query sees all tokens before it, as kernels do without a mask.
         """
+        if implied and not (self.masked or own_queries or (window and window < self.positions.shape[1])):
+            return None
         key = window, own_queries
         if key not in self._masks:
             self._masks[key] = self._make_mask(window, own_queries)
         return self._masks[key]
 
-    def _make_mask(self, window: int | None, own_queries: bool) -> Tensor | None:
+    def _make_mask(self, window: int | None, own_queries: bool) -> Tensor:
         import torch
 
-        length = self.positions.shape[1]
-        if not (self.masked or own_queries or (window and window < length)):
-            return None
-        keys = torch.arange(length, device=self.positions.device)
+        keys = torch.arange(self.positions.shape[1], device=self.positions.device)
         queries = keys[self.part] if own_queries else keys
         distance = queries[:, None] - keys
         seen = (distance >= 0)[None, None]
@@ -235,16 +226,12 @@ def _mesh_group(device: str, shape: tuple[int, ...]) -> Any:
 def _register() -> None:
     """Register an attention and a mask of transformers for each kernel."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask, sdpa_mask
-
-    from toolkit.models.varlen import _mask as varlen_mask
-    from toolkit.models.varlen import register_varlen
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     register_varlen()
-    masks = {"sdpa": sdpa_mask, "eager": eager_mask, "varlen": varlen_mask}
     for kernel in KERNELS:
         AttentionInterface.register(f"cp_{kernel}", partial(_attention, kernel))
-        AttentionMaskInterface.register(f"cp_{kernel}", masks[kernel])
+        AttentionMaskInterface.register(f"cp_{kernel}", ALL_MASK_ATTENTION_FUNCTIONS[kernel])
 
 
 def _attention(
@@ -272,19 +259,21 @@ def _attention(
         if key.shape[1] % rows.group.size():
             repeats = query.shape[1] // key.shape[1]
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
-        query, key, value = (_exchange(each, 1, 2, rows.group) for each in (query, key, value))
+        query, key, value = (_exchange(each, rows.group) for each in (query, key, value))
     else:
         key, value = (_gather(each, rows.group) for each in (key, value))
-    whole = None if kernel == "varlen" else rows.mask(kwargs.get("sliding_window"), not exchanges)
-    if kernel == "eager":
-        whole = _additive(whole if whole is not None else rows.causal(), query)
+    whole = None
+    if kernel != "varlen":
+        whole = rows.mask(kwargs.get("sliding_window"), not exchanges, implied=kernel == "sdpa")
+    if whole is not None and kernel == "eager":
+        whole = _additive(whole, query)
     # The kernel reads the number of heads of the module; here it has a share of them.
     shim = SimpleNamespace(
         num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=module.training
     )
     shim.config, shim.layer_idx = module.config, getattr(module, "layer_idx", 0)
     output, weights = inner(shim, query, key, value, whole, *args, **kwargs)
-    return (_exchange(output, 1, 2, rows.group) if exchanges else output), weights
+    return (_exchange(output, rows.group) if exchanges else output), weights
 
 
 def _kernel(kernel: str, module: Any) -> Any:
@@ -305,21 +294,23 @@ def _additive(mask: Tensor, query: Tensor) -> Tensor:
     return torch.zeros((), dtype=query.dtype, device=query.device).where(mask, torch.finfo(query.dtype).min)
 
 
-def _exchange(tensor: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
-    """Send part i of a dimension to rank i of the group, and join what arrives along another dimension."""
+def _exchange(tensor: Tensor, group: Any) -> Tensor:
+    """Send part i of dimension 1 to rank i of the group, and join what arrives along dimension 2."""
     import torch
-    from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
-    parts = torch.stack(tensor.chunk(group.size(), scatter))
-    received = wait_tensor(all_to_all_single(parts, None, None, group))  # type: ignore[no-untyped-call]
-    return torch.cat(received.unbind(), gather)
+    return _all_to_all(torch.stack(tensor.chunk(group.size(), 1)), group)
 
 
 def _gather(tensor: Tensor, group: Any) -> Tensor:
     """Return the tokens of all ranks, of dimension 2. In the backward each rank gets the sum of its tokens' gradients."""
+    # As an all-to-all of copies: its gradient is an all-to-all and a sum, on gloo too.
+    return _all_to_all(tensor.expand(group.size(), *tensor.shape).contiguous(), group)
+
+
+def _all_to_all(parts: Tensor, group: Any) -> Tensor:
+    """Send `parts[i]` to rank i of the group, and join what arrives along its dimension 2."""
     import torch
     from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
-    # As an all-to-all of copies: its gradient is an all-to-all and a sum, on gloo too.
-    copies = tensor.expand(group.size(), *tensor.shape).contiguous()
-    return torch.cat(wait_tensor(all_to_all_single(copies, None, None, group)).unbind(), 2)  # type: ignore[no-untyped-call]
+    received = wait_tensor(all_to_all_single(parts, None, None, group))  # type: ignore[no-untyped-call]
+    return torch.cat(received.unbind(), 2)
