@@ -6,8 +6,8 @@
     python benchmarks/gpu.py --forecast                # on any machine: stored runs beside the forecasts of today's code
 
 It needs the toolkit, torch and transformers. DeepSpeed, PEFT and bitsandbytes add runs; what is missing is listed. All that
-touches the GPU runs in a process of its own, so that nothing else holds its memory. The results are written after each run: a
-second call with the same --out goes on where the first stopped.
+touches the GPU runs in a process of its own, so that nothing else holds its memory. The results are written after each run. A
+second call with the same --out goes on where the first stopped, and runs those of an older commit again where time is left.
 
 Operations of a step are those that it needs: all products of the forward and of the gradients of inputs, products of the
 gradients of trained weights alone, attention of each token to itself and to those before it in its document, and no
@@ -74,31 +74,38 @@ class Cell:
     shape: str
     documents: str
     """`one` or `several` in a row."""
-    strategy: Mapping[str, str]
+    strategy: Mapping[str, str | bool]
     train: Mapping[str, int]
 
     @property
     def name(self) -> str:
         """The run's name, and its row in the results."""
-        return "-".join(map(str, (self.shape, self.documents, *self.strategy.values(), *self.train.values())))
+        words = [name if value is True else value for name, value in self.strategy.items()]
+        return "-".join(map(str, (self.shape, self.documents, *words, *self.train.values())))
 
     @property
     def missing(self) -> str | None:
         """A library that it needs and that is not installed."""
-        needed = ("pyarrow", *(library for word in self.strategy.values() for library in LIBRARIES.get(word, ())))
+        needed = ("pyarrow", *(library for word in self.strategy.values() for library in LIBRARIES.get(str(word), ())))
         return next((library for library in needed if importlib.util.find_spec(library) is None), None)
 
 
 def cells() -> list[Cell]:
     """Return the grid, the runs that tell most first."""
     small, long = {"micro_batch": 4, "seq_len": 2048}, {"micro_batch": 1, "seq_len": 8192}
-    none = {"activation_checkpointing": "none"}
-    grid: list[tuple[str, str, dict[str, str], dict[str, int]]] = [
+    none: dict[str, str | bool] = {"activation_checkpointing": "none"}
+    fast: dict[str, str | bool] = {"precision": "bf16", **none, "loss": "chunked", "compile": True}
+    grid: list[tuple[str, str, dict[str, str | bool], dict[str, int]]] = [
         ("0.6B", "one", {"precision": "bf16"}, small),
         ("8B", "one", {"precision": "bf16", "adapter": "lora"}, {"micro_batch": 2, "seq_len": 4096, "accumulation": 4}),
         ("0.6B", "several", {"precision": "bf16"}, small),
         ("0.6B", "one", {"precision": "bf16", **none}, small),
         ("8B", "one", {"precision": "bf16_pure"}, {"micro_batch": 1, "seq_len": 4096}),
+        ("0.6B", "one", {"precision": "bf16", **none, "loss": "chunked"}, small),
+        ("0.6B", "one", fast, small),
+        ("0.6B", "several", fast, small),
+        ("0.6B", "one", {"precision": "bf16", "activation_checkpointing": "selective", "loss": "chunked"}, small),
+        ("0.6B", "one", {"precision": "bf16", "activation_checkpointing": "attention"}, small),
         ("0.6B", "one", {"precision": "bf16_pure"}, small),
         ("0.6B", "one", {"precision": "fp16"}, small),
         ("0.6B", "one", {"precision": "fp32"}, {"micro_batch": 2, "seq_len": 1024}),
@@ -204,7 +211,7 @@ raise SystemExit(main())
 
 def run_cell(cell: Cell, work: Path, end: float) -> dict[str, Any]:
     """Run a cell in a process of its own until `end`, a value of `time.monotonic()`; return its row."""
-    row: dict[str, Any] = {"name": cell.name, **dataclasses.asdict(cell)}
+    row: dict[str, Any] = {"name": cell.name, "commit": about()["commit"], **dataclasses.asdict(cell)}
     if cell.missing:
         return {**row, "missing": cell.missing}
     out = work / "runs" / cell.name
@@ -245,6 +252,7 @@ def figures(cell: Cell, folder: Path, out: Path) -> dict[str, Any]:
         peak = (card.tflops_half if half else card.tflops_fp32) * 1e12 if card else None
         result = {
             "attention": record["strategy"]["attention"],
+            "loss": record["strategy"]["loss"],
             "measured_phases": rank["phases"],
             "peak_bytes": rank["peak_bytes"],
             "reserved_bytes": rank["reserved_bytes"],
@@ -273,7 +281,9 @@ def forecast_of(row: Mapping[str, Any], card: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
-    strategy = tk.Strategy(**{"loss": "whole", **row["strategy"], "attention": row["attention"]})
+    strategy = tk.Strategy(
+        **{"loss": "whole", **row["strategy"], **{name: row[name] for name in ("attention", "loss") if name in row}}
+    )
     train_config = tk.TrainConfig(**row["train"])
     one = row["documents"] == "one"
     expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)
@@ -377,14 +387,20 @@ def tables(rows: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> list
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """Return an earlier call's results of the same code, versions and machine; what had no time is left out."""
+    """Return an earlier call's results with the same versions on the same card; what had no time or failed is left out."""
     if not path.exists():
         return {}
     result: dict[str, Any] = json.loads(path.read_text())
-    now = about()
-    if any(result[name] != now[name] for name in ("commit", "versions", "machine")):
+    if result["versions"] != about()["versions"]:
         return {}
-    return {**result, "runs": [row for row in result["runs"] if "stopped" not in row]}
+    runs = [
+        {"commit": result["commit"], **row} for row in result["runs"] if "measured_phases" in row or "missing" in row
+    ]
+    return {**result, "runs": runs}
+
+
+def _commit_of(rows: Mapping[str, Mapping[str, Any]], cell: Cell) -> str | None:
+    return rows[cell.name]["commit"] if cell.name in rows else None
 
 
 def main() -> None:
@@ -418,19 +434,22 @@ def main() -> None:
     with contextlib.suppress(multiprocessing.TimeoutError):
         facts = facts or run_in_process(end, dict if arguments.dry_run else gpu_calls.facts)
     print(json.dumps(facts, indent=2))
-    rows: list[dict[str, Any]] = before.get("runs", [])
-    longest = max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)
-    for cell in dry_cells() if arguments.dry_run else cells():
-        if cell.name in {row["name"] for row in rows}:
-            continue
+    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in before.get("runs", [])}
+    commit, longest = about()["commit"], max((row.get("wall_seconds", 0.0) for row in rows.values()), default=0.0)
+    grid = [cell for cell in (dry_cells() if arguments.dry_run else cells()) if commit != _commit_of(rows, cell)]
+    for cell in sorted(grid, key=lambda cell: cell.name in rows):
         if end - time.monotonic() < longest / 2:
             print(f"no time left: {cell.name}")
             continue
-        rows.append(run_cell(cell, work, end))
-        longest = max(longest, rows[-1].get("wall_seconds", 0.0))
-        timing = time_errors(rows)
-        shown = "\n\n".join(table.text() for table in tables(rows, timing))
-        result = without_places({**about(), "doctor": doctor.to_dict(), "facts": facts, "runs": rows, "timing": timing})
+        row = run_cell(cell, work, end)
+        longest = max(longest, row.get("wall_seconds", 0.0))
+        if "stopped" in row and cell.name in rows:
+            continue
+        rows[cell.name] = row
+        runs = list(rows.values())
+        timing = time_errors(runs)
+        shown = "\n\n".join(table.text() for table in tables(runs, timing))
+        result = without_places({**about(), "doctor": doctor.to_dict(), "facts": facts, "runs": runs, "timing": timing})
         write_results(out, name, "Runs on one GPU", result, shown)
         print(shown, flush=True)
     shutil.rmtree(work / "runs", ignore_errors=True)

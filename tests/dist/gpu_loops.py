@@ -1,4 +1,4 @@
-"""The loops of `test_loops` on one GPU, two NCCL ranks of each sharding on the same card: `python tests/dist/gpu_loops.py FOLDER`.
+"""Two NCCL ranks on one GPU: `test_loops` in each sharding, tp, cp and compile: `python tests/dist/gpu_loops.py FOLDER`.
 
 NCCL refuses two ranks on a device of one host, so each rank names another host. All shardings run at once. The times mean nothing.
 Without a GPU the ranks take gloo, which tries the program itself.
@@ -36,6 +36,35 @@ PARTS = (
 )
 """Functions of the worker that may fail alone."""
 
+DOCUMENTS = {"rows": "documents", "upto": 4}
+GATHER = {"cp_attention": "gather"}
+MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "alone": (
+        1,
+        {
+            "whole loss": {"loss": "whole"},
+            "compile": {"compile": True},
+            "selective": {"activation_checkpointing": "selective"},
+            "attention": {"activation_checkpointing": "attention"},
+            "every:2": {"activation_checkpointing": "every:2"},
+        },
+    ),
+    "mesh": (
+        2,
+        {
+            "tp": {"tp": 2},
+            "cp in ddp": {"sharding": "ddp", "cp": 2},
+            "cp in zero3": {"sharding": "zero3", "cp": 2},
+            "cp in zero2, gather": {"sharding": "zero2", "cp": 2, **GATHER},
+            "cp in fsdp, gather": {"sharding": "fsdp", "cp": 2, **GATHER},
+            "compile in ddp": {"sharding": "ddp", "compile": True},
+            "compile in fsdp": {"sharding": "fsdp", "compile": True},
+            "compile in zero2": {"sharding": "zero2", "compile": True},
+        },
+    ),
+}
+"""Ranks, and strategies of the same training, whose losses and norms are compared with the first one's, `loss` `chunked`."""
+
 ONE_CARD = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed")
 FIGURES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -66,12 +95,42 @@ def run_rank(scratch: str, folder: str, sharding: str) -> None:
         setattr(loops_worker, name, guarded(getattr(loops_worker, name)))
     ranks.reset()
     began = time.perf_counter()
-    result = guarded(loops_worker.run)({"sharding": sharding}, folder)
+    if sharding in MESHES:
+        result = {name: guarded(mesh_cell)(strategy, folder) for name, strategy in cells_of(sharding).items()}
+    else:
+        result = guarded(loops_worker.run)({"sharding": sharding}, folder)
     if os.environ.get("RANK", "0") == "0":
         seconds = time.perf_counter() - began
         Path(scratch, f"{sharding}.json").write_text(json.dumps({**result, "seconds": seconds}, default=str))
     sys.stdout.flush()
     os._exit(0)
+
+
+def cells_of(sharding: str) -> dict[str, dict[str, Any]]:
+    """Return the strategies of a mesh, after the one that all are compared with."""
+    count, cells = MESHES[sharding]
+    return {"reference": {"sharding": "none" if count == 1 else "ddp"}, **cells}
+
+
+def mesh_cell(strategy: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train a strategy on rows of two documents, made where the model is."""
+    import mesh_worker
+    import ranks
+    import torch
+
+    made = mesh_worker.loader
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def moved(*words: Any) -> Iterator[dict[str, Any]]:
+        for batch in made(*words):
+            yield {name: column.to(device) for name, column in batch.items()}
+
+    mesh_worker.loader = moved
+    ranks.reset()
+    try:
+        return mesh_worker.run({"folder": folder, "strategy": {"loss": "chunked", **strategy}, **DOCUMENTS}, folder)
+    finally:
+        mesh_worker.loader = made
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +149,7 @@ def start(scratch: Path, sharding: str, port: int) -> Iterator[subprocess.Popen[
     """Start the ranks of a sharding."""
     import tiny
 
-    place, count = scratch / sharding, 1 if sharding == "none" else 2
+    place, count = scratch / sharding, MESHES[sharding][0] if sharding in MESHES else 1 if sharding == "none" else 2
     tiny.bert(place / "bert")
     tiny.llama(place / "tied", tie_word_embeddings=True)
     folder = tiny.llama(place / "llama")
@@ -127,10 +186,11 @@ def main(scratch: Path, limit: float) -> None:
 
     sys.path[:0] = PATHS
     scratch.mkdir(parents=True, exist_ok=True)
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in SHARDINGS]
+    everything = (*SHARDINGS, *MESHES)
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in everything]
     started = [
         process
-        for sharding, store in zip(SHARDINGS, stores, strict=True)
+        for sharding, store in zip(everything, stores, strict=True)
         for process in start(scratch, sharding, store.port)
     ]
     end = time.monotonic() + limit
@@ -139,14 +199,21 @@ def main(scratch: Path, limit: float) -> None:
             process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-    results = {one: json.loads(path.read_text()) for one in SHARDINGS if (path := scratch / f"{one}.json").exists()}
-    for sharding in SHARDINGS:
+    results = {one: json.loads(path.read_text()) for one in everything if (path := scratch / f"{one}.json").exists()}
+    for sharding in everything:
         if sharding not in results:
             print(f"{sharding}: no result\n{(scratch / f'{sharding}-0.log').read_text()[-1500:]}")
             continue
         print(f"{sharding}: {results[sharding]['seconds']:.0f} s")
         for where, trace in traces(results[sharding], sharding):
             print(f"{where}: {trace[-900:]}")
+        if sharding in MESHES:
+            for name, cell in results[sharding].items():
+                if isinstance(cell, dict) and "steps" in cell:
+                    print(
+                        f"  {name}: {distance(cell['steps'], results['alone']['reference']['steps']):.1e} from one process"
+                    )
+            continue
         for name, read in FIGURES.items():
             try:
                 print(f"  {name}: {distance(read(results[sharding]), read(results['ddp'])):.1e} from ddp")
