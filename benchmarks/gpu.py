@@ -63,6 +63,9 @@ SHAPES = {
 }  # fmt: skip
 """Shapes of Qwen3-0.6B and Llama-3-8B; weights are drawn."""
 
+CHOSEN = ("attention", "loss", "activation_checkpointing")
+"""Fields of a strategy that a run chooses where they are `auto`."""
+
 LIBRARIES = {"zero2": ("deepspeed",), "zero3": ("deepspeed",), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
 """What a sharding or an adapter needs, besides what reads the data."""
 
@@ -251,8 +254,7 @@ def figures(cell: Cell, folder: Path, out: Path) -> dict[str, Any]:
         half = cell.strategy["precision"] != "fp32"
         peak = (card.tflops_half if half else card.tflops_fp32) * 1e12 if card else None
         result = {
-            "attention": record["strategy"]["attention"],
-            "loss": record["strategy"]["loss"],
+            **{name: record["strategy"][name] for name in CHOSEN},
             "measured_phases": rank["phases"],
             "peak_bytes": rank["peak_bytes"],
             "reserved_bytes": rank["reserved_bytes"],
@@ -281,9 +283,8 @@ def forecast_of(row: Mapping[str, Any], card: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     spec = tk.describe(AutoConfig.for_model(**SHAPES[row["shape"]]))
-    strategy = tk.Strategy(
-        **{"loss": "whole", **row["strategy"], **{name: row[name] for name in ("attention", "loss") if name in row}}
-    )
+    took = {name: row[name] for name in CHOSEN if name in row}
+    strategy = tk.Strategy(**{"loss": "whole", **row["strategy"], **took})
     train_config = tk.TrainConfig(**row["train"])
     one = row["documents"] == "one"
     expected = tk.forecast(spec, strategy, card, train_config, one_document=one, save=False, num_checkpoints=0)

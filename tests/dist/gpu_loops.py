@@ -63,7 +63,7 @@ MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         },
     ),
 }
-"""Ranks, and strategies of the same training, whose losses and norms are compared with the first one's, `loss` `chunked`."""
+"""Ranks, and strategies of one training. Their losses and norms are compared with those of one process."""
 
 ONE_CARD = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed")

@@ -124,7 +124,7 @@ def same_as(folder: str, shards: Any, spec: Any) -> bool:
         wanted = tensor if spec.trains(shard.name) else tensor.to(shard.tensor.dtype)
         pairs = list(overlaps([(whole_box(tensor.shape), wanted)], parts(shard)))
         assert sum(mine.numel() for _, mine in pairs) == shard.tensor.numel(), shard.name
-        return all(torch.equal(theirs, mine) for theirs, mine in pairs)
+        return all(torch.equal(theirs, mine.cpu()) for theirs, mine in pairs)
 
     return all(same(shard) for shard in held if shard.kind == kind)
 

@@ -195,16 +195,21 @@ def test_runs_that_others_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
             assert row["forecast"]["memory"] == pytest.approx(row["published"]["memory"], rel=0.01), run.what
 
 
-def test_a_run_of_the_toolkit_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents share its rows, so its attention has a mask. The others: `benchmarks/gpu.py --forecast`."""
+@pytest.mark.parametrize(
+    "name", ["several-bf16-1-8192", "one-bf16-selective-chunked-4-2048", "one-bf16-none-chunked-compile-4-2048"]
+)
+def test_a_run_of_the_toolkit_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The others: `benchmarks/gpu.py --forecast`. Compiled blocks keep fewer activations than the forecast counts."""
     folder, card = Path(__file__).parents[2] / "benchmarks", "H200-141GB"
     monkeypatch.syspath_prepend(folder)
     runs = json.loads((folder / f"results/gpu-{card}.json").read_text())["runs"]
-    run = next(each for each in runs if each["name"] == "0.6B-several-bf16-4-2048")
+    run = next(each for each in runs if each["name"] == f"0.6B-{name}")
     ours = importlib.import_module("gpu").forecast_of(run, card)
     for phase in ("prepare", "forward", "backward", "step"):
-        assert ours["forecast_phases"][phase] == pytest.approx(run["measured_phases"][phase], rel=0.002), phase
-    assert ours["forecast_seconds"] == pytest.approx(run["step_seconds"], rel=0.2)
+        forecast, measured = ours["forecast_phases"][phase], run["measured_phases"][phase]
+        assert forecast > 0.998 * measured, phase
+        assert forecast < 1.002 * measured or "compile" in name, phase
+    assert ours["forecast_seconds"] == pytest.approx(run["step_seconds"], rel=0.15)
 
 
 def test_zero_offloads_13b_fits_its_v100_where_gradients_add_up_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The time of a step: a roofline over the traced operators, and the communication that no computation hides.
 
 Known error: most published runs lie within a quarter, those of small products on a T4 and over slow PCIe do not
-(`benchmarks/results/published.md`). Five runs of the toolkit's own on one H200 (`results/gpu-H200-141GB.md`), which helped to
-choose the figures here, lie within 5%, and 14% where attention has a mask.
+(`benchmarks/results/published.md`). Runs of the toolkit's own on one H200 (`results/gpu-H200-141GB.md`) helped to choose the
+figures here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,17 @@ CALL = 8e-6
 EFFICIENT = ", efficient attention"
 """What follows the dtype of operations of the memory-efficient attention kernel: with a mask, and on cards without flash."""
 
-EFFICIENT_SPEED = 212e12
-"""Operations a second of that kernel at most. It does not use the products of Hopper; by the run with masks on the H200."""
+EFFICIENT_SPEED = 300e12
+"""Operations a second of that kernel at most. It does not use the products of Hopper; by the H200's times from 4,096 tokens on."""
+
+COMPILED = 1 / 3
+"""Share of memory traffic and calls that is left when blocks are compiled; by the two such runs on the H200."""
+
+ASKED = 52e-6
+"""Seconds that the host takes for each operator where selective checkpointing asks whether it is kept; by the runs on the H200.
+
+Each operator of a block then passes through Python, in the forward and in the recomputation. Small models wait for it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,7 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
         return None
     card = replace(card, sustained=card.alone or card.sustained) if job.ranks == 1 else card
     middle = next(index for index, transfer in enumerate(step) if transfer.what == "backward")
-    forward, backward = _seconds(step[: middle + 1], card), _seconds(step[middle + 1 :], card)
+    forward, backward = _seconds(job, step[: middle + 1], card), _seconds(job, step[middle + 1 :], card)
     engine = job.engine
     state = engine.expected_state(job)
     moved = job.optimizer.passes * (state.optimizer or 0) // len(job.optimizer.states)
@@ -105,15 +114,19 @@ def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | 
     )
 
 
-def _seconds(segments: Sequence[Segment], card: GPUSpec) -> float:
-    """Return the seconds of products, of memory traffic, and of the starts and ends of all kernels."""
+def _seconds(job: Job, segments: Sequence[Segment], card: GPUSpec) -> float:
+    """Return the seconds of products, of memory traffic, and of all starts of kernels, or the host's if it is slower."""
     work: Counter[str] = Counter()
     for segment in segments:
         for kernel, size in (*segment.flops, *((kernel, -size) for kernel, size in segment.skipped)):
             work[kernel] += size
     seconds = sum(size / _sustained(card, kernel) for kernel, size in work.items())
-    seconds += sum(segment.moved for segment in segments) / (card.memory * 1e9 * MEMORY)
-    return seconds + sum(segment.calls for segment in segments) * CALL
+    calls = sum(segment.calls for segment in segments)
+    other = sum(segment.moved for segment in segments) / (card.memory * 1e9 * MEMORY) + calls * CALL
+    if job.strategy.compile:
+        return seconds + COMPILED * other
+    asks = job.strategy.activation_checkpointing in ("attention", "selective")
+    return max(seconds + other, asks * calls * ASKED)
 
 
 def _peak(card: GPUSpec, dtype: str) -> float:

@@ -192,6 +192,16 @@ def distribute(model: Any, mesh: Any) -> None:
     apply_tensor_parallelism(model, mesh, plan)
 
 
+def unwrap(model: Any) -> None:
+    """Replace bitsandbytes' parameters by plain ones: fake tensors of torch 2.11 refuse subclasses."""
+    import torch
+
+    for module, name, parameter in _parameters(model):
+        if type(parameter).__module__.startswith("bitsandbytes"):
+            plain = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            module._parameters[name] = torch.nn.Parameter(plain, requires_grad=False)
+
+
 def allocate(model: Any, *, sharded: bool) -> None:
     """Replace tensors on the meta device by fake ones; of a sharded DTensor, the local part."""
     import torch

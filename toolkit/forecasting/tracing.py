@@ -29,6 +29,7 @@ from toolkit.forecasting.traced_model import (
     pack,
     transform,
     truncate_layers,
+    unwrap,
 )
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
@@ -74,6 +75,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
         outer.train()
         ends = _ends(outer, model)
         tracker = Tracker(ends[2], width=spec.hidden, device=config.device)
+        unwrap(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, sharded=mesh is not None)
             model.tie_weights()

@@ -18,8 +18,8 @@ from toolkit.engines.registry import register_transform
 if TYPE_CHECKING:
     import torch
 
-ROWS = 128
-"""Tokens of a chunk on a CPU, where its logits then stay in the cache."""
+ROWS = 512
+"""Tokens of a chunk on a CPU: with fewer, adding to the weight's gradient costs more time than the cache saves."""
 
 WHOLE_ONLY = ("chameleon", "inkling", "inkling2", "prophetnet", "blenderbot", "blenderbot-small", "m2m_100", "nllb-moe")
 """Models that change single logits, call the head for several tokens ahead, or make the decoder's input from labels themselves."""

@@ -94,6 +94,11 @@ class ZeroState(Engine):
 
         end_deferral(model)
         parameters: list[tuple[str, Any]] = list(model.named_parameters())
+        wide = next((name for name, each in parameters if each.dtype == torch.float64), None)
+        if wide and stage_of(job.strategy) == 3 and job.device.kind == "cuda":  # InsertPostInitMethodToModuleSubClasses
+            raise StrategyError(
+                f"{wide} is float64, which zero3 takes on no GPU. Choose sharding 'fsdp', or model.float()."
+            )
         partitioned = any(hasattr(each, "ds_tensor") for _, each in parameters)
         for name, parameter in parameters if partitioned else ():
             if not hasattr(parameter, "ds_tensor"):
