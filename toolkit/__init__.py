@@ -26,6 +26,7 @@ from toolkit.models import describe
 from toolkit.notebook.explorer import explore
 from toolkit.notebook.variation import vary
 from toolkit.reports import report
+from toolkit.training.certificates import guard
 from toolkit.training.loading import load
 from toolkit.training.loop import train
 from toolkit.training.metrics import evaluate, should_stop
@@ -57,6 +58,7 @@ __all__ = [
     "export",
     "forecast",
     "generate",
+    "guard",
     "hardware",
     "job",
     "launch",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
-from toolkit.cli.planning_commands import config, describe, doctor, forecast, plan, precisions, preview, timeline
+from toolkit.cli.planning_commands import config, describe, doctor, forecast, guard, plan, precisions, preview, timeline
 from toolkit.cli.run_commands import compare, export, generate, launch, report, resume, runs, stop, train, watch
 from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.run_config import RunConfig
@@ -207,6 +207,7 @@ def build_parser() -> Parser:
     add(timeline, [*FORECASTING, ONE_DOCUMENT, COMPARED_RUN], Strategy, TrainConfig)
     add(precisions, [*FORECASTING, COMPARED_RUN], Strategy)
     other_fields = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name not in PREVIEWED)
+    add(guard, [MODEL, REMOTE_CODE, TOTAL_RANKS], Strategy)
     add(preview, PREVIEW, RunConfig, without=other_fields)
     add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     add(config, CONFIG, Strategy)

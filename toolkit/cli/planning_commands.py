@@ -85,6 +85,20 @@ def add_other_devices(flags: argparse.Namespace) -> None:
     background.add(f"devices {flags.model}", [partial(forecast_on, device) for device in OTHER_DEVICES])
 
 
+def guard(flags: argparse.Namespace) -> Result:
+    """Compare a small copy of a model, cut over CPU ranks by tp and cp, with one process."""
+    from toolkit.models import describe
+    from toolkit.training.certificates import guard
+
+    certificate = guard(
+        describe(flags.model, trust_remote_code=flags.trust_remote_code), read(Strategy, flags), ranks=flags.processes
+    )
+    if not certificate.agrees:
+        print(certificate)
+        raise ToolkitError("guard: the cut does not compute what one process computes: see the table above.")
+    return certificate
+
+
 def timeline(flags: argparse.Namespace) -> Result:
     """Forecast the memory of each phase; with --run, compare a measured run."""
     from toolkit.forecasting.finished_run import read_finished_run

@@ -38,6 +38,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.reports import reported
     from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
     from toolkit.run_folder.run_lock import new_token
+    from toolkit.training.certificates import guarded
     from toolkit.training.preflight import choose_transforms, run_preflight
     from toolkit.training.setup import choose_ranks, print_default
 
@@ -60,6 +61,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     check_new(flags.run_dir)
     preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
     preflight, strategy = choose_transforms(preflight, run_config, strategy, machine)
+    preflight = guarded(preflight, run_config)
     environ = preflight.rank_environment
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
@@ -129,6 +131,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.run_folder.folder import enter
     from toolkit.run_folder.run_json import read_run_json
     from toolkit.run_folder.run_lock import new_token
+    from toolkit.training.certificates import guarded
     from toolkit.training.preflight import choose_transforms, run_preflight
     from toolkit.training.resumption import finished, merge_config
     from toolkit.training.setup import check_ranks
@@ -153,6 +156,7 @@ def _resume(path: Path, flags: argparse.Namespace) -> dict[str, Any]:
     check_ranks(machine, ranks)
     preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
     preflight, strategy = choose_transforms(preflight, run_config, strategy, machine)
+    preflight = guarded(preflight, run_config)
     environ = preflight.rank_environment
     new[Strategy] |= {name: getattr(strategy, name) for name in CHOSEN if name in new[Strategy]}
     with enter(path, resume=True, token=new_token()) as folder, reported(path):

@@ -210,6 +210,11 @@ def _audit(run: RunRecord) -> Section:
         words = "A finished run has the memory of each rank in memory.json; this run has no such file."
         return Section(title="Audit", words=words)
     words = f"Audited after the first step: {audits[0]['engine']}, ranks {audits[0]['ranks']}."
+    if guard := (run.about.get("guard") or {}):
+        words += (
+            f" A small copy over {guard['ranks']} ranks computed as one process did before the run: losses "
+            f"{guard['loss_difference']:.0e} and gradient norms {guard['norm_difference']:.0e} apart."
+        )
     return Section(title="Audit", words=words, tables=[_state_table(audits), _dtype_table(audits[0])])
 
 

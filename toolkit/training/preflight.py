@@ -68,12 +68,18 @@ class Preflight:
     """The reason for a missing forecast."""
     notes: tuple[str, ...] = ()
     """The files of a folder that are data and those that are left out; fields without effect."""
+    guard: dict[str, Any] | None = None
+    """The certificate of a model that is cut over ranks: `Certificate.to_dict()`."""
 
     @property
     def rank_environment(self) -> dict[str, str]:
         """Environment of the ranks: they open the same rows, and read no data."""
         rows = {"data": self.rows, "eval_data": self.eval_rows}
-        return {PREPARED: json.dumps([{name: each.fingerprint for name, each in rows.items() if each}, self.notes])}
+        return {
+            PREPARED: json.dumps(
+                [{name: each.fingerprint for name, each in rows.items() if each}, self.notes, self.guard]
+            )
+        }
 
     @property
     def spec(self) -> ModelSpec:
@@ -125,7 +131,7 @@ def run_preflight(
         _refuse_without_adapter(strategy)
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
-    fingerprints, notes = json.loads(prepared) if prepared else ({}, [])
+    fingerprints, notes, certificate = json.loads(prepared) if prepared else ({}, [], None)
     rows = {name: find_rows(fingerprint) for name, fingerprint in fingerprints.items()}
     # Mistakes in the data are found before anything heavy is imported.
     contents = _read_data(run_config, train_config.seed, {name for name, each in rows.items() if each})
@@ -155,7 +161,10 @@ def run_preflight(
         for name, known in ((name, each) for name, each in rows.items() if each):
             notes += [f"{name}: {warning}" for warning in spell_remarks(known.remarks, known.documents)]
         notes += _summary(data, resolved)
-    return Preflight(job=resolved, tokenizer=tokenizer, rows=data, eval_rows=rows.get("eval_data"), notes=tuple(notes))
+    eval_rows = rows.get("eval_data")
+    return Preflight(
+        job=resolved, tokenizer=tokenizer, rows=data, eval_rows=eval_rows, notes=tuple(notes), guard=certificate
+    )
 
 
 def _refuse_without_adapter(strategy: Strategy) -> None:

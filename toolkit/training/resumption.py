@@ -240,6 +240,7 @@ def describe_run(preflight: Preflight, run_config: RunConfig, machine: Hardware)
         "parallelism": dataclasses.asdict(job.parallelism),
         "settings": dict(job.settings),
         "forecast": preflight.forecast.to_dict() if preflight.forecast else None,
+        "guard": preflight.guard,
         "versions": versions(),
         "hardware": machine.to_dict(),
         "seed": job.train_config.seed,

@@ -1,0 +1,95 @@
+"""The guard: a right cut passes, and each cut that is broken on purpose is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from programs import environment, python
+
+pytestmark = pytest.mark.dist
+
+UPSTREAM = """
+import toolkit.engines.mesh
+toolkit.engines.mesh.register_summed = lambda: None
+"""
+"""transformers' own style of Qwen3's norms over local heads adds up the gradients of earlier micro-batches again."""
+
+NO_REDUCTION = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def keep(_, bucket):
+    kept = torch.futures.Future()
+    kept.set_result(bucket.buffer())
+    return kept
+
+made = DDP.__init__
+
+def init(self, *args, **options):
+    made(self, *args, **options)
+    self.register_comm_hook(None, keep)
+
+DDP.__init__ = init
+"""
+WRONG_CUT = """
+from toolkit.transforms.context_parallel import ContextParallel
+right = ContextParallel.split
+
+def split(self, batch, job, rank, masked=None):
+    labels = right(self, batch, job, rank, masked)["labels"]
+    return {**right(self, batch, job, rank ^ 1, masked), "labels": labels}
+
+ContextParallel.split = split
+"""
+
+
+def run_guard(folder: Path, *flags: str, plugin: str = "", code: int = 0) -> dict[str, object]:
+    """Run `toolkit guard`, in the shell's words, with a module that changes what it imports."""
+    (folder / "broken.py").write_text(plugin)
+    env = environment(folder, TOOLKIT_ENGINES="broken")
+    model = tiny.qwen3(folder / "qwen3")
+    ended = python("-m", "toolkit", "guard", model, *flags, "--json", folder / "result.json", code=code, env=env)
+    if code:
+        return {"message": ended.stderr + ended.stdout}
+    result: dict[str, object] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+@pytest.mark.parametrize("flags", [("--tp", "2"), ("--sharding", "fsdp", "--cp", "2")])
+def test_a_right_cut_is_certified(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    result = run_guard(tmp_path, *flags)
+    assert result["agrees"]
+    assert result["ranks"] == (2 if "--tp" in flags else 4)
+    assert result["gradient"] is None
+
+
+@pytest.mark.parametrize(
+    ("plugin", "flags", "word"),
+    [
+        (UPSTREAM, ("--tp", "2"), "norm.weight"),
+        (NO_REDUCTION, ("--sharding", "ddp", "--cp", "2"), "model.embed_tokens.weight"),
+        (WRONG_CUT, ("--sharding", "ddp", "--cp", "2"), "model.embed_tokens.weight"),
+    ],
+    ids=["upstream", "no reduction", "wrong cut"],
+)
+def test_a_broken_cut_is_refused(tmp_path: Path, plugin: str, flags: tuple[str, ...], word: str) -> None:
+    message = str(run_guard(tmp_path, *flags, plugin=plugin, code=2)["message"])
+    assert "NOT as one process" in message
+    assert word in message
+
+
+def test_a_run_is_guarded_and_records_it(tmp_path: Path) -> None:
+    """A broken cut is refused before a folder is made; a right one is trained, and `run.json` has the certificate."""
+    (tmp_path / "broken.py").write_text(UPSTREAM)
+    model, text, run = tiny.qwen3(tmp_path / "qwen3"), tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("one two three four five six seven eight nine ten " * 200)
+    words = ("-m", "toolkit", "train", "--model", model, "--data", text, "--tp", 2, "--steps", 2, "--seq-len", 16)
+    words = (*words, "--no-save", "--processes", 2, "--run-dir", run)
+    ended = python(*words, code=2, env=environment(tmp_path, TOOLKIT_ENGINES="broken"))
+    assert "guard: the cut of" in ended.stderr
+    assert not run.exists()
+    python(*words, code=0)
+    assert json.loads((run / "run.json").read_text())["guard"]["agrees"]

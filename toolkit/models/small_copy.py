@@ -1,0 +1,91 @@
+"""A model's config made small: the same classes, kinds of layers, ratio of heads and extras, with few and narrow layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from toolkit.models.spec import ModelSpec
+
+LAYERS, HIDDEN, VOCABULARY, WINDOW = 4, 64, 4096, 8
+"""Layers at most, least hidden size, tokens and positions of a window."""
+
+NARROW = {
+    "intermediate_size": 2, "ffn_dim": 2, "moe_intermediate_size": 1, "shared_expert_intermediate_size": 1,
+    "word_embed_proj_dim": 1, "hidden_size_per_layer_input": 0.25,
+}  # fmt: skip
+"""Sizes of modules, as multiples of the hidden size."""
+
+FIXED = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Sizes of latent attention, groups of experts, and token ids."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def small_copy(spec: ModelSpec, unit: int) -> Any:
+    """Return a transformers config of the model's class with at most 4 layers and a hidden size from 64 on.
+
+    Args:
+        spec: a causal language model.
+        unit: ranks that share the heads. Where these divide the model's heads, they divide the copy's.
+    """
+    from transformers import AutoConfig
+
+    values = copy.deepcopy(spec.config)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    text = config.get_text_config(decoder=True)
+    heads, groups = _heads(text, unit)
+    width = max(8, HIDDEN // heads)
+    depth = text.num_hidden_layers
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    layers = min(depth, LAYERS)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(text, name, 0.0)  # each rank draws masks of its own
+        if isinstance(value, list) and len(value) == depth and name != "layer_types":
+            setattr(text, name, value[:layers])
+    if kinds:
+        text.layer_types = (kinds * layers)[:layers]
+    text.num_hidden_layers, text.hidden_size, text.num_attention_heads = layers, heads * width, heads
+    text.vocab_size = VOCABULARY + text.vocab_size % unit
+    if getattr(text, "num_key_value_heads", None):
+        text.num_key_value_heads = groups
+    if getattr(text, "head_dim", None):
+        text.head_dim = width
+    for name, times in NARROW.items():
+        if getattr(text, name, None):
+            setattr(text, name, int(times * text.hidden_size))
+    for name, value in FIXED.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, value)
+    for name in EXPERTS:
+        if getattr(text, name, None):
+            setattr(text, name, min(getattr(text, name), max(8, unit)))
+            text.num_experts_per_tok = min(text.num_experts_per_tok, 2)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = WINDOW
+    text.max_position_embeddings = min(getattr(text, "max_position_embeddings", 512), 512)
+    text.rope_parameters = _plain_rope(getattr(text, "rope_parameters", None))
+    return config
+
+
+def _heads(text: Any, unit: int) -> tuple[int, int]:
+    """Return few heads of queries and of keys, in the model's ratio."""
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    while heads > 8 and not heads % 2 and not groups % 2 and groups // 2 >= min(groups, unit) and not heads // 2 % unit:
+        heads, groups = heads // 2, groups // 2
+    return heads, groups
+
+
+def _plain_rope(rope: Any) -> Any:
+    """Return the rotary parameters without a scaling, whose lists have the length of a head."""
+    if not isinstance(rope, dict):
+        return rope
+    if "rope_type" not in rope:  # one for each kind of layers
+        return {name: _plain_rope(value) for name, value in rope.items()}
+    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    return {"rope_type": "default", **kept}

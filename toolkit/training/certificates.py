@@ -1,0 +1,163 @@
+"""The guard: a small copy of a model takes two steps in one process and cut over ranks. The numbers must be the same.
+
+It runs on CPU ranks, in forked processes of a child that sees no GPU, with random weights in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.fields import differing
+from toolkit.config.run_config import RunConfig
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.core.display import Result, Table
+from toolkit.core.errors import StrategyError
+from toolkit.devices.machine import hardware
+from toolkit.engines.job import Job
+from toolkit.engines.resolution import resolve
+from toolkit.models import ModelSpec, describe
+from toolkit.models.small_copy import small_copy
+from toolkit.training.preflight import Preflight
+from toolkit.training.small_run import GRADIENT, SAID, STEPS
+
+REPLICAS = {"none": 1, "hsdp": 4}
+"""Sharding → replicas or shards of the small run; 2 for the others."""
+
+SAME = ("precision", "activation_checkpointing", "loss")
+"""Fields that every small run has alike."""
+
+LOSS, NORM = 1e-5, 5e-5
+"""Largest relative differences: of a loss, and of a gradient's norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Result):
+    """What the small copy computed in one process and over ranks."""
+
+    json_fields = "* agrees"
+
+    model: str
+    strategy: Mapping[str, Any]
+    """The fields that are not the default, as they ran: fp32, without offload."""
+    ranks: int
+    layers: int
+    hidden: int
+    loss_difference: float
+    """The largest relative difference of a step's loss."""
+    norm_difference: float
+    """The largest relative difference of a step's gradient norm, before it is clipped."""
+    gradient: str | None
+    """The first parameter with another gradient in the first step, in the model's order."""
+    seconds: float
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether loss and norm are those of one process."""
+        return self.loss_difference <= LOSS and self.norm_difference <= NORM and self.gradient is None
+
+    def tables(self) -> list[Table]:
+        """Return the differences beside their limits."""
+        rows = [
+            ("loss", f"{self.loss_difference:.1e}", f"{LOSS:.0e}"),
+            ("gradient norm", f"{self.norm_difference:.1e}", f"{NORM:.0e}"),
+            ("first other gradient", self.gradient or "none", f"{GRADIENT:.0e}"),
+        ]
+        words = ", ".join(f"{name} {value}" for name, value in self.strategy.items() if name not in SAME)
+        answer = "as one process" if self.agrees else "NOT as one process"
+        return [
+            Table(
+                title=f"{self.model}, {words}, {self.ranks} ranks: {answer}",
+                columns=("figure", "difference", "at most"),
+                rows=rows,
+                notes=(
+                    f"{STEPS} steps of a copy of {self.layers} layers, hidden size {self.hidden}, {self.seconds:.0f} s",
+                ),
+            )
+        ]
+
+
+def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | None = None) -> Certificate:
+    """Train a small copy of a model in one process and cut over CPU ranks, and compare. No weights are read.
+
+    Args:
+        model: a Hub id, a folder, or what `describe` returned.
+        strategy: with `tp` or `cp`. The copy runs in fp32 without offload.
+        ranks: of the planned run; by default two replicas or shards of the data parallelism, where there is one.
+
+    Raises:
+        StrategyError: for a strategy that cuts nothing, a model that has no small copy, and a copy that does not run.
+    """
+    spec, cut = model if isinstance(model, ModelSpec) else describe(str(model)), strategy.tp * strategy.cp
+    if cut == 1:
+        raise StrategyError("guard: nothing is cut, tp and cp are 1. Give --tp N or --cp N.")
+    ranks = ranks or cut * REPLICAS.get(strategy.sharding, 2)
+    return certify(resolve(strategy, TrainConfig(), spec, ranks, hardware("cpu").device))
+
+
+def certify(job: Job) -> Certificate:
+    """Do the same for a job: `tp` and `cp` stay, and at most two replicas or shards of the data parallelism run."""
+    assert job.spec is not None, "a cut over ranks needs a description"
+    began, sizes = time.monotonic(), job.parallelism
+    given = job.strategy
+    strategy = replace(
+        given, precision="fp32", offload="none", compile=False, loss="auto", activation_checkpointing="none",
+        attention="eager" if given.attention == "eager" else "auto", grad_accum_dtype="auto",
+        adapter="none" if given.quantized else given.adapter,
+    )  # fmt: skip
+    ranks = sizes.tp * sizes.cp * min(REPLICAS.get(given.sharding, 2), sizes.dp_size)
+    try:
+        config = small_copy(job.spec, sizes.tp * sizes.cp)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
+    request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}
+    command = [sys.executable, "-P", "-c", "from toolkit.training.small_run import main; main()"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environ)
+    if ended.returncode:
+        lines = ended.stderr.splitlines() or ["its processes were ended"]
+        why = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), lines[-1]).rstrip(". ")
+        raise _refusal(f"a small copy of {job.spec.name} did not run: {why}")
+    text = config.get_text_config(decoder=True)
+    return Certificate(
+        model=job.spec.name,
+        strategy=differing(strategy),
+        ranks=ranks,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        seconds=time.monotonic() - began,
+        **json.loads(ended.stdout.splitlines()[-1]),
+    )
+
+
+def guarded(preflight: Preflight, run_config: RunConfig) -> Preflight:
+    """Return the preflight with the certificate of a run that cuts its model over ranks.
+
+    Raises:
+        StrategyError: where the cut does not compute what one process computes.
+    """
+    sizes = preflight.job.parallelism
+    if not run_config.guard or sizes.tp * sizes.cp == 1:
+        return preflight
+    certificate = certify(preflight.job)
+    figures = f"losses {certificate.loss_difference:.0e} and gradient norms {certificate.norm_difference:.0e}"
+    if not certificate.agrees:
+        first = f"; the first parameter with another gradient is {certificate.gradient}" if certificate.gradient else ""
+        raise StrategyError(
+            f"guard: the cut of {certificate.model} does not compute what one process computes. A small copy over "
+            f"{certificate.ranks} ranks differs by {figures}{first}. Choose a sharding without tp and cp, or --no-guard."
+        )
+    note = f"guard: a small copy over {certificate.ranks} ranks computes as one process does, {figures} apart"
+    return replace(preflight, notes=(*preflight.notes, note), guard=certificate.to_dict())
+
+
+def _refusal(what: str) -> StrategyError:
+    return StrategyError(f"guard: {what}. With --no-guard a run starts without it.")

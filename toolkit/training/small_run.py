@@ -1,0 +1,174 @@
+"""The child of the guard: it trains a small model in one process and cut over forked CPU ranks, and prints how far they differ."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from multiprocessing import connection
+from typing import Any
+
+from toolkit.config.fields import from_dict
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.engines.shards import overlaps, parts
+from toolkit.models import describe
+from toolkit.models.files import first_line
+from toolkit.training.loading import load
+from toolkit.training.loop import train
+from toolkit.training.optimizers import make_schedule
+from toolkit.training.preflight import random_model
+from toolkit.training.preparation import prepare, prepared
+from toolkit.training.setup import accelerator as make
+from toolkit.training.setup import seed_everything
+
+STEPS, ROWS, SEQ_LEN, ACCUMULATION = 2, 4, 32, 2
+"""Steps; rows of a micro-batch over all ranks, and their tokens; micro-batches of a step."""
+
+SAID = "guard: "
+"""What a rank's message begins with."""
+
+GRADIENT = 1e-4
+"""Largest difference of a gradient, relative to its largest element."""
+
+ROUNDING = 5e-7
+"""What a gradient is uncertain by, relative to the weight that it was added to and read from again: 4 units in the last place."""
+
+
+def _rows(vocab: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
+    """Yield a rank's micro-batches; each row has another number of labels."""
+    import torch
+
+    for step in range(STEPS):
+        ids = torch.randint(3, vocab, (ACCUMULATION * ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        labels = ids.clone()
+        for row in range(len(ids)):
+            labels[row, : 3 * (row + step) % (SEQ_LEN - 4)] = -100
+        for micro in range(ACCUMULATION):
+            yield {
+                name: column.reshape(ACCUMULATION, dp_size, -1, SEQ_LEN)[micro, dp_rank].contiguous()
+                for name, column in (("input_ids", ids), ("labels", labels))
+            }
+
+
+def _train(folder: str, strategy: Strategy, ranks: int, rank: int) -> dict[str, Any]:
+    """Take the steps as one rank; return losses, norms, and the first step's changes of the weights as parts of tensors."""
+    import torch
+
+    spec = describe(folder)
+    dp_size = ranks // (strategy.tp * strategy.cp)
+    config = TrainConfig(
+        steps=STEPS, micro_batch=ROWS // dp_size, accumulation=ACCUMULATION, seq_len=SEQ_LEN, warmup=0, lr=1.0
+    )
+    accelerator = make(strategy, config, spec)
+    accelerator.print = lambda *_: None
+    seed_everything(accelerator)
+    model, _ = load(accelerator)
+    # Its step is the clipped gradient: AdamW's is the same for any multiple of it.
+    optimizer: Any = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, make_schedule(optimizer, config))
+    ours = prepared(accelerator, (model, optimizer))
+
+    def weights() -> dict[tuple[str, Any], Any]:
+        held = [shard for shard in ours.job.engine.shards(ours) if shard.kind in ("parameter", "master")]
+        kind = "master" if any(shard.kind == "master" for shard in held) else "parameter"
+        boxes = [(shard.name, part) for shard in held if shard.kind == kind for part in parts(shard)]
+        return {(name, box): tensor.detach().clone() for name, (box, tensor) in boxes}
+
+    steps: list[tuple[float, float]] = []
+    before, changes = weights(), dict[Any, Any]()
+    for step in train(ours, _rows(spec.vocab, ours.job.coordinates(rank).dp_rank, dp_size), schedule):
+        steps.append((step.loss, step.grad_norm))
+        if not changes:
+            changes = {key: (tensor - before[key], tensor.abs().max()) for key, tensor in weights().items()}
+    return {"steps": steps, "changes": changes}
+
+
+def _rank(folder: str, strategy: Strategy, ranks: int, rank: int, port: int) -> None:
+    """Train, and write the result into the folder. The process ends here."""
+    import torch
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    if ranks > 1:
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    code = 1
+    try:
+        torch.save(_train(folder, strategy, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
+        code = 0
+    except Exception as error:
+        print(f"{SAID}{first_line(error)}", file=sys.stderr, flush=True)
+    os._exit(code)  # libraries that were imported before the fork would wait for the parent's threads
+
+
+def _compare(folder: str, ranks: int, names: list[str]) -> dict[str, Any]:
+    """Return the differences of the ranks' results from those of one process."""
+    import torch
+
+    alone = torch.load(f"{folder}/1-0.pt", weights_only=False)
+    cut = [torch.load(f"{folder}/{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+    pairs = list(zip(alone["steps"], cut[0]["steps"], strict=True))
+    whole = {name: (box, change, GRADIENT * change.abs().max() + ROUNDING * largest)
+             for (name, box), (change, largest) in alone["changes"].items()}  # fmt: skip
+    other = {
+        name
+        for result in cut
+        for (name, box), (change, _) in result["changes"].items()
+        for theirs, mine in overlaps([whole[name][:2]], [(box, change)])
+        if (theirs - mine).abs().max() > whole[name][2]
+    }
+    differences = [max(abs(one[at] - two[at]) / abs(one[at]) for one, two in pairs) for at in (0, 1)]
+    return {
+        "loss_difference": differences[0],
+        "norm_difference": differences[1],
+        "gradient": next((name for name in names if name in other), None),
+    }
+
+
+def _run(request: Mapping[str, Any]) -> dict[str, Any]:
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    strategy, ranks, values = from_dict(Strategy, request["strategy"]), request["ranks"], dict(request["config"])
+    libraries = ["accelerate", *(["deepspeed"] if strategy.sharding.startswith("zero") else [])]
+    for name in (*libraries, *(["peft"] if strategy.adapter != "none" else [])):
+        importlib.import_module(name)
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(folder, AutoConfig.for_model(values.pop("model_type"), **values))
+        started = []
+        for count, way in ((1, replace(strategy, sharding="none", tp=1, cp=1, dp_replicate=1)), (ranks, strategy)):
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            started += [
+                (fork.Process(target=_rank, args=(folder, way, count, rank, store.port)), store)
+                for rank in range(count)
+            ]
+        for process, _ in started:
+            process.start()
+        waited: dict[Any, Any] = {process.sentinel: process for process, _ in started}
+        while waited:
+            for sentinel in connection.wait(list(waited)):
+                process = waited.pop(sentinel)
+                process.join()
+                if process.exitcode:
+                    for other in waited.values():
+                        other.kill()
+                    raise SystemExit(1)
+        names = [parameter.name for parameter in describe(folder).parameters]
+        return _compare(folder, ranks, names)
+
+
+def main() -> None:
+    """Read a request from standard input, and print the differences as JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = _run(json.load(sys.stdin))
+    print(json.dumps(answer))
