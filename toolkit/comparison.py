@@ -26,6 +26,7 @@ from toolkit.reports import reported, throughput
 from toolkit.run_folder.folder import check_place, enter, new_path
 from toolkit.run_folder.run_json import open_finished_run
 from toolkit.run_folder.run_lock import new_token
+from toolkit.training.certificates import guarded
 from toolkit.training.preflight import run_preflight
 from toolkit.training.setup import choose_ranks, print_default
 
@@ -154,7 +155,8 @@ def compare(
     batches = [dataclasses.replace(train_config, accumulation=train_config.accumulation * most // n) for n in sizes]
     plans = list(zip(strategies, batches, counts, strict=True))
     check_place(root)
-    environs = [run_preflight(run_config, *plan, machine.device).rank_environment for plan in plans]
+    preflights = [guarded(run_preflight(run_config, *plan, machine.device), run_config) for plan in plans]
+    environs = [preflight.rank_environment for preflight in preflights]
     print_default(ranks, machine, processes)
     results = tuple(_run(run_config, *plan, root, environ) for plan, environ in zip(plans, environs, strict=True))
     return Comparison(model=run_config.model, data=run_config.data, results=results)

@@ -150,7 +150,7 @@ def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path, 
         "none",
         "--no-save",
     )
-    way = ("--processes", "2", "--sharding", "fsdp", "--cp", "2", "--cp-attention", kind)
+    way = ("--processes", "2", "--sharding", "fsdp", "--cp", "2", "--no-guard", "--cp-attention", kind)
     python("-m", "toolkit.cli", "train", "--data", "text.txt", *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     for rank in memory["measured"]["per_rank"]:

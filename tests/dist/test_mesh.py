@@ -115,7 +115,19 @@ def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words:
     (root / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "3")
     plain = ("--activation-checkpointing", "none", "--no-save")
-    command = ("train", "--model", str(root / model), "--data", "text.jsonl", "--tp", "2", *words, *size, *plain)
+    command = (
+        "train",
+        "--model",
+        str(root / model),
+        "--data",
+        "text.jsonl",
+        "--tp",
+        "2",
+        "--no-guard",
+        *words,
+        *size,
+        *plain,
+    )
     python("-m", "toolkit.cli", *command, "--run-dir", f"run-{model}", cwd=root, code=0)
     memory = json.loads((root / f"run-{model}" / "memory.json").read_text())
     forecast = memory["forecast"]["device"]["peak_bytes"]

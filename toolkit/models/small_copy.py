@@ -25,7 +25,7 @@ FIXED = {
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def small_copy(spec: ModelSpec, unit: int) -> Any:
+def shrink(spec: ModelSpec, unit: int) -> Any:
     """Return a transformers config of the model's class with at most 4 layers and a hidden size from 64 on.
 
     Args:
@@ -82,7 +82,7 @@ def _heads(text: Any, unit: int) -> tuple[int, int]:
 
 
 def _plain_rope(rope: Any) -> Any:
-    """Return the rotary parameters without a scaling, whose lists have the length of a head."""
+    """Return rotary parameters without a scaling. Its lists would have the length of another head."""
     if not isinstance(rope, dict):
         return rope
     if "rope_type" not in rope:  # one for each kind of layers

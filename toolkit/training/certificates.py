@@ -25,7 +25,7 @@ from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.models import ModelSpec, describe
-from toolkit.models.small_copy import small_copy
+from toolkit.models.small_copy import shrink
 from toolkit.training.preflight import Preflight
 from toolkit.training.small_run import GRADIENT, SAID, STEPS
 
@@ -115,7 +115,7 @@ def certify(job: Job) -> Certificate:
     )  # fmt: skip
     ranks = sizes.tp * sizes.cp * min(REPLICAS.get(given.sharding, 2), sizes.dp_size)
     try:
-        config = small_copy(job.spec, sizes.tp * sizes.cp)
+        config = shrink(job.spec, sizes.tp * sizes.cp)
     except (AttributeError, TypeError, ValueError) as error:
         raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
     request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}

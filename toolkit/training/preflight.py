@@ -128,7 +128,7 @@ def run_preflight(
     if device.kind == "cpu":
         set_deepspeed_cpu()
     if prepared is None:
-        _refuse_without_adapter(strategy)
+        _refuse_without_effect(strategy)
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes, certificate = json.loads(prepared) if prepared else ({}, [], None)
@@ -167,10 +167,12 @@ def run_preflight(
     )
 
 
-def _refuse_without_adapter(strategy: Strategy) -> None:
-    for name, value in differing(strategy).items() if strategy.adapter == "none" else ():
-        if name.startswith("lora_"):
+def _refuse_without_effect(strategy: Strategy) -> None:
+    for name, value in differing(strategy).items():
+        if name.startswith("lora_") and strategy.adapter == "none":
             raise StrategyError(f"{name} {value}: without effect, since adapter is none. Give --adapter lora too.")
+        if name == "cp_attention" and strategy.cp == 1:
+            raise StrategyError(f"{name} {value}: without effect, since cp is 1. Give --cp 2 too.")
 
 
 def _read_data(run_config: RunConfig, seed: int, known: set[str]) -> dict[str, Contents]:
