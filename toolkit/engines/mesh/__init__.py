@@ -167,9 +167,7 @@ class Mesh(Engine):
         named = dict(prepared.accelerator.unwrap_model(prepared.model).named_parameters())
         for parameter in job.spec.parameters:
             tensor = named.get(parameter.name)
-            mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-            names = mesh.mesh_dim_names or () if mesh is not None else ()
-            tp = mesh.size(names.index("tp")) if mesh is not None and "tp" in names else 1
+            tp = tp_parts(tensor) if isinstance(tensor, DTensor) else 1
             expected = 1 if split_dimension(parameter, job.spec.tp_plan) is None else job.parallelism.tp
             if tensor is not None and tp != expected:
                 wrong.append(f"{parameter.name} is split over {tp} tp ranks, expected {expected}")
@@ -188,6 +186,13 @@ class Mesh(Engine):
             for gradient in gradients:
                 getattr(gradient, "_local_tensor", gradient).mul_(factor)
         return norm
+
+
+def tp_parts(tensor: Any) -> int:
+    """Return over how many ranks of the tensor-parallel group a DTensor is split; 1 where each holds it whole."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    place = names.index("tp") if "tp" in names else None
+    return tensor.device_mesh.size(place) if place is not None and tensor.placements[place].is_shard() else 1
 
 
 def register_summed() -> None:

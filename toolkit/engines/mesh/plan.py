@@ -16,8 +16,8 @@ from toolkit.models.varlen import DROPOUTS
 
 COLWISE = ("colwise", "colwise_gather_output", "embedding_rowwise")
 """Styles that split the first dimension of a weight, and of a bias."""
-ROWWISE = "rowwise"
-"""Splits the second dimension of a weight; a bias stays whole."""
+ROWWISE = ("rowwise", "rowwise_split_input")
+"""Styles that split the second dimension of a weight; a bias stays whole. The second takes a whole input (Phi-3)."""
 SUMMED = "replicated_with_grad_allreduce"
 """A weight that each rank holds whole. Its gradient is summed over the ranks."""
 GATHERED = "colwise_gather_output"
@@ -55,12 +55,12 @@ def refuse(job: Job) -> None:
 
 def _unsupported_reasons(spec: ModelSpec, tp: int) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
-    odd = sorted(set(spec.tp_plan.values()) - {*COLWISE, ROWWISE, SUMMED})
+    odd = sorted(set(spec.tp_plan.values()) - {*COLWISE, *ROWWISE, SUMMED})
     for refused, reason in (
         (spec.moe is not None, "it has experts, and only dense models run so far"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
-        (odd, f"its plan has style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, ROWWISE, SUMMED))} are known"),
+        (odd, f"its plan has style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, *ROWWISE, SUMMED))} are known"),
     ):
         if refused:
             yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
@@ -88,7 +88,7 @@ def split_dimension(parameter: Parameter, plan: Mapping[str, str]) -> int | None
     style = style_of(parameter.name, plan)
     if style in COLWISE:
         return 0
-    return 1 if style == ROWWISE and len(parameter.shape) == 2 else None
+    return 1 if style in ROWWISE and len(parameter.shape) == 2 else None
 
 
 def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank: int) -> tuple[int, ...]:
@@ -147,17 +147,21 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     summed = gathered = backward = 0.0
     for name, shape in _weights(spec):
         style = style_of(name, spec.tp_plan)
-        if style == ROWWISE:
+        if style in ROWWISE:
             summed += repeated * tokens * shape[0] * compute
+            gathered += tokens * shape[1] * compute if style != ROWWISE[0] else 0  # gradients of the whole input
         elif style == "embedding_rowwise":
             summed += tokens * shape[1] * widest
         elif style in COLWISE:
             backward += tokens * shape[1] * widest
-            gathered += tokens * shape[0] * compute if style == GATHERED and job.strategy.loss == "whole" else 0
+            if style == GATHERED and shape[0] != spec.vocab:
+                gathered += repeated * tokens * shape[0] * compute
+            elif style == GATHERED and job.strategy.loss == "whole":
+                gathered += tokens * shape[0] * compute
     share, micro = (tp - 1) / tp, job.train_config.accumulation
     return [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
-        Transfer(share * gathered, micro, "nothing", "tp", "logits, all-gathered in the tp group"),
+        Transfer(share * gathered, micro, "nothing", "tp", "whole outputs, all-gathered in the tp group"),
         Transfer(2 * share * backward, micro, "nothing", "tp", "activations' gradients, all-reduced in the tp group"),
     ]
 
