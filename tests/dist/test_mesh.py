@@ -18,6 +18,9 @@ TP = {"tp": 2, "loss": "chunked"}
 BOTH = {**TP, "sharding": "fsdp"}
 SELECTIVE, ATTENTION, SECOND = ({"activation_checkpointing": word} for word in ("selective", "attention", "every:2"))
 
+MODELS = ("llama", "qwen3", "gpt_neox", "phi3")
+"""The third has biases after row-wise products; the fourth joins matrices, and its products take a whole input."""
+
 Gave = dict[tuple[int, str], dict[str, Any]]
 
 
@@ -27,6 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mesh")
     tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, **SHAPE)
     tiny.qwen3(root / "qwen3", tie_word_embeddings=True, **SHAPE)
+    tiny.gpt_neox(root / "gpt_neox")
+    tiny.phi3(root / "phi3")
     # On a busy machine gloo's threads keep up to three tensors longer than the step needs: little of a deep model's peak.
     tiny.llama(root / "deep llama", vocab_size=257, tie_word_embeddings=False, **{**SHAPE, "num_hidden_layers": 10})
     tiny.qwen3(root / "deep qwen3", tie_word_embeddings=True, **{**SHAPE, "num_hidden_layers": 10})
@@ -42,12 +47,14 @@ def gave(root: Path) -> Gave:
         return {"name": name, "folder": str(root / model), "strategy": strategy, "upto": 4, **more}
 
     groups = [
-        (1, [cell("llama", "llama", {}), cell("qwen3", "qwen3", {})]),
+        (1, [cell(model, model, {}) for model in MODELS]),
         (
             2,
             [
                 cell("llama", "llama", TP, into="tp", saves=[2], export="llama-tp"),
                 cell("qwen3", "qwen3", {**TP, **SELECTIVE}, export="qwen3-tp"),
+                cell("gpt_neox", "gpt_neox", TP, export="gpt_neox-tp"),
+                cell("phi3", "phi3", TP, export="phi3-tp"),
                 cell("to fsdp", "llama", {"sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[3]),
                 cell("and back", "llama", {**TP, **ATTENTION}, **{"from": "fsdp/step-00000003"}),
             ],
@@ -57,6 +64,8 @@ def gave(root: Path) -> Gave:
             [
                 cell("llama", "llama", {**BOTH, **SELECTIVE}, export="llama-both"),
                 cell("qwen3", "qwen3", {**BOTH, "sharding": "fsdp_grad_op"}, export="qwen3-both"),
+                cell("gpt_neox", "gpt_neox", BOTH, export="gpt_neox-both"),
+                cell("phi3", "phi3", BOTH, export="phi3-both"),
                 cell("to both", "llama", {**BOTH, **SECOND}, **{"from": "fsdp/step-00000003"}),
             ],
         ),
@@ -70,7 +79,7 @@ def gave(root: Path) -> Gave:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("model", MODELS)
 def test_losses_and_norms_are_those_of_one_process(gave: Gave, model: str, count: int) -> None:
     reference, result = gave[1, model], gave[count, model]
     assert len(result["steps"]) == 4
@@ -93,7 +102,7 @@ def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name:
         assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-tp", "qwen3-tp", "llama-both", "qwen3-both"])
+@pytest.mark.parametrize("name", [f"{model}-{way}" for model in MODELS for way in ("tp", "both")])
 def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> None:
     model, way = name.split("-")
     assert gave[{"tp": 2, "both": 4}[way], model]["logits_error"] <= 1e-6

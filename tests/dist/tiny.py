@@ -104,6 +104,11 @@ def phi(folder: Path) -> Path:
     return _save("PhiForCausalLM", folder, **WIDTH, intermediate_size=128)
 
 
+def phi3(folder: Path) -> Path:
+    """One product for queries, keys and values, and one for gate and up."""
+    return _save("Phi3ForCausalLM", folder, **TEXT, pad_token_id=0)
+
+
 def bert(folder: Path) -> Path:
     """A classifier, without dropout: each engine would draw its own masks."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -48,7 +49,8 @@ def shrink(spec: ModelSpec, unit: int) -> Any:
         if isinstance(value, list) and len(value) == depth and name != "layer_types":
             setattr(text, name, value[:layers])
     if kinds:
-        text.layer_types = (kinds * layers)[:layers]
+        with contextlib.suppress(AttributeError):  # Bamba derives them from the layers' indices
+            text.layer_types = (kinds * layers)[:layers]
     text.num_hidden_layers, text.hidden_size, text.num_attention_heads = layers, heads * width, heads
     text.vocab_size = VOCABULARY + text.vocab_size % unit
     if getattr(text, "num_key_value_heads", None):

@@ -103,26 +103,28 @@ def _rank(folder: str, strategy: Strategy, ranks: int, rank: int, port: int) -> 
         torch.save(_train(folder, strategy, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
         code = 0
     except Exception as error:
-        print(f"{SAID}{first_line(error)}", file=sys.stderr, flush=True)
+        os.write(2, f"{SAID}{first_line(error)}\n".encode())  # in one piece: the ranks share the stream
     os._exit(code)  # libraries that were imported before the fork would wait for the parent's threads
 
 
 def _compare(folder: str, ranks: int, names: list[str]) -> dict[str, Any]:
-    """Return the differences of the ranks' results from those of one process."""
+    """Return the differences of the ranks' results from those of one process. A weight that no rank holds whole differs, too."""
     import torch
 
     alone = torch.load(f"{folder}/1-0.pt", weights_only=False)
     cut = [torch.load(f"{folder}/{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
     pairs = list(zip(alone["steps"], cut[0]["steps"], strict=True))
-    whole = {name: (box, change, GRADIENT * change.abs().max() + ROUNDING * largest)
-             for (name, box), (change, largest) in alone["changes"].items()}  # fmt: skip
-    other = {
-        name
-        for result in cut
-        for (name, box), (change, _) in result["changes"].items()
-        for theirs, mine in overlaps([whole[name][:2]], [(box, change)])
-        if (theirs - mine).abs().max() > whole[name][2]
-    }
+    whole = {name: (box, change, largest) for (name, box), (change, largest) in alone["changes"].items()}
+    missing = {name: torch.ones_like(change, dtype=torch.bool) for name, (_, change, _) in whole.items()}
+    other = set()
+    for name, box, part in ((*key, change) for result in cut for key, (change, _) in result["changes"].items()):
+        own_box, change, largest = whole[name]
+        limit = GRADIENT * change.abs().max() + ROUNDING * largest
+        if any((theirs - mine).abs().max() > limit for theirs, mine in overlaps([(own_box, change)], [(box, part)])):
+            other.add(name)
+        for left, _ in overlaps([(own_box, missing[name])], [(box, part)]):
+            left.fill_(False)
+    other |= {name for name, left in missing.items() if left.any()}
     differences = [max(abs(one[at] - two[at]) / abs(one[at]) for one, two in pairs) for at in (0, 1)]
     return {
         "loss_difference": differences[0],
