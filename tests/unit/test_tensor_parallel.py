@@ -103,7 +103,7 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
     ("change", "message"),
     [
         ({"tp_plan": {}}, "no tensor-parallel plan"),
-        ({"tp_plan": {"a": "rowwise_split_input"}}, "its plan has style 'rowwise_split_input'"),
+        ({"tp_plan": {"a": "mla_kv_a_proj"}}, "its plan has style 'mla_kv_a_proj'"),
         ({"config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
         ({"kind": "seq2seq"}, "only causal models of text alone"),
     ],

@@ -84,10 +84,10 @@ def _heads(text: Any, unit: int) -> tuple[int, int]:
 
 
 def _plain_rope(rope: Any) -> Any:
-    """Return rotary parameters without a scaling. Its lists would have the length of another head."""
+    """Return rotary parameters without lists, which would have the length of another head."""
     if not isinstance(rope, dict):
         return rope
     if "rope_type" not in rope:  # one for each kind of layers
         return {name: _plain_rope(value) for name, value in rope.items()}
-    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    return {"rope_type": "default", **kept}
+    kept = {name: value for name, value in rope.items() if not isinstance(value, list)}
+    return kept if len(kept) == len(rope) else {**kept, "rope_type": "default"}
