@@ -29,9 +29,6 @@ from toolkit.models.small_copy import shrink
 from toolkit.training.preflight import Preflight
 from toolkit.training.small_run import GRADIENT, SAID, STEPS
 
-REPLICAS = {"none": 1, "hsdp": 4}
-"""Sharding → replicas or shards of the small run; 2 for the others."""
-
 SAME = ("precision", "activation_checkpointing", "loss")
 """Fields that every small run has alike."""
 
@@ -91,20 +88,19 @@ def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | Non
     Args:
         model: a Hub id, a folder, or what `describe` returned.
         strategy: with `tp` or `cp`. The copy runs in fp32 without offload.
-        ranks: of the planned run; by default two replicas or shards of the data parallelism, where there is one.
+        ranks: of the planned run; by default the fewest on which every degree does something.
 
     Raises:
         StrategyError: for a strategy that cuts nothing, a model that has no small copy, and a copy that does not run.
     """
-    spec, cut = model if isinstance(model, ModelSpec) else describe(str(model)), strategy.tp * strategy.cp
-    if cut == 1:
+    spec = model if isinstance(model, ModelSpec) else describe(str(model))
+    if strategy.tp * strategy.cp == 1:
         raise StrategyError("guard: nothing is cut, tp and cp are 1. Give --tp N or --cp N.")
-    ranks = ranks or cut * REPLICAS.get(strategy.sharding, 2)
-    return certify(resolve(strategy, TrainConfig(), spec, ranks, hardware("cpu").device))
+    return certify(resolve(strategy, TrainConfig(), spec, ranks or strategy.least_ranks, hardware("cpu").device))
 
 
 def certify(job: Job) -> Certificate:
-    """Do the same for a job: `tp` and `cp` stay, and at most two replicas or shards of the data parallelism run."""
+    """Do the same for a job: its degrees stay, on the fewest ranks on which each does something."""
     assert job.spec is not None, "a cut over ranks needs a description"
     began, sizes = time.monotonic(), job.parallelism
     given = job.strategy
@@ -113,7 +109,7 @@ def certify(job: Job) -> Certificate:
         attention="eager" if given.attention == "eager" else "auto", grad_accum_dtype="auto",
         adapter="none" if given.quantized else given.adapter,
     )  # fmt: skip
-    ranks = sizes.tp * sizes.cp * min(REPLICAS.get(given.sharding, 2), sizes.dp_size)
+    ranks = min(given.least_ranks, job.ranks)
     try:
         config = shrink(job.spec, sizes.tp * sizes.cp)
     except (AttributeError, TypeError, ValueError) as error:
