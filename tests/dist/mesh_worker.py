@@ -65,8 +65,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     rows_are = cell.get("rows", "whole")
     start, saver = ranks.restored(cell, ours, schedule)
     dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
+    loads: list[Any] = []
     for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are), schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])
+        loads.append(step.experts)
         if step.step == start + 1:
             audit(ours, gradients=step.gradients)
         if saver and step.step in cell.get("saves", ()):
@@ -76,7 +78,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if saver:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
-    measured = {"steps": steps, "evaluated": evaluated, "exact": exact}
+    measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads}
     if "export" in cell:
         planned = save(ours, tokenizer, Path(cell["export"]))
         result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))

@@ -46,8 +46,8 @@ def gemma2(folder: Path, **changes: Any) -> Path:
     return _save("Gemma2ForCausalLM", folder, **{**DENSE, "head_dim": 16, "query_pre_attn_scalar": 16, **changes})
 
 
-def mixtral(folder: Path) -> Path:
-    return _save("MixtralForCausalLM", folder, **TEXT, num_local_experts=4, num_experts_per_tok=2)
+def mixtral(folder: Path, **changes: Any) -> Path:
+    return _save("MixtralForCausalLM", folder, **{**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, **changes})
 
 
 def qwen3_moe(folder: Path) -> Path:

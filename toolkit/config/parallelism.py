@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.core.errors import StrategyError
+from toolkit.core.units import ceil_div
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of the mesh, the outermost first. Ranks of one `tp` group are neighbours, on one node where they can be."""
@@ -96,10 +97,28 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
         named = ", ".join(f"{name} {size}" for name, size in fixed.items() if size > 1)
         raise StrategyError(f"{named} does not divide {count_ranks(ranks)}. Choose a multiple of {product} processes.")
     data = ranks // product
+    _check_experts(strategy, ranks)
     kind = SHARDINGS[strategy.sharding].data_parallel
     _check_data_parallel(strategy, kind, data, product)
     replicate = data if kind == "replicate" else strategy.dp_replicate
     return Parallelism(**fixed, ep=strategy.ep, dp_replicate=replicate, dp_shard=data // replicate)
+
+
+def _check_experts(strategy: Strategy, ranks: int) -> None:
+    """Refuse groups of experts that the ranks of one copy of the model cannot be divided into."""
+    ep, tp, copy = strategy.ep, strategy.tp, ranks // strategy.dp_replicate // strategy.pp
+    if ep == 1:
+        return
+    if ep % tp:
+        raise StrategyError(f"ep {ep} is no multiple of tp {tp}. Choose --ep {ceil_div(ep, tp) * tp}, or --tp 1.")
+    if copy % ep:
+        raise StrategyError(
+            f"ep {ep} does not divide the {count_ranks(copy)} of a copy of the model. Choose a multiple of {ep} processes."
+        )
+    if SHARDINGS[strategy.sharding].data_parallel == "none" and ep != tp:
+        raise StrategyError(
+            f"ep {ep} with sharding 'none' needs tp {ep}; got tp {tp}. Choose --tp {ep}, or sharding 'fsdp'."
+        )
 
 
 def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int) -> None:

@@ -11,6 +11,7 @@ from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.config.unknown_names import by_name
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, nearest
+from toolkit.core.units import ceil_div
 
 OFFLOADS = ("none", "optimizer", "cpu", "nvme", "superoffload")
 ADAPTERS = ("none", "lora", "dora", "qlora", "qlora8")
@@ -31,7 +32,7 @@ LATER: dict[str, tuple[str, ...]] = {
 BUCKETS = ("bucket_elements", "gather_bucket_elements")
 """Sizes of communication buffers."""
 
-LATER_SIZES = ("ep", "pp")
+LATER_SIZES = ("pp",)
 """Dimensions that no engine has yet: no flag, and no help."""
 
 
@@ -197,7 +198,7 @@ class Strategy(Result):
         ("auto", "chunked", "whole"),
         "chunked: the head computes the loss, without whole logits; auto: train takes it where those are large, all else whole",
     )
-    compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, qlora")
+    compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, --ep, qlora")
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
     cp: int = amount(1, "context parallelism: ranks that share each sequence", least=1)
@@ -206,7 +207,7 @@ class Strategy(Result):
         ("auto", "ulysses", "gather"),
         "ulysses: exchange heads; gather: all keys and values on each rank; auto: ulysses where cp divides the heads",
     )
-    ep: int = amount(1, "", least=1)
+    ep: int = amount(1, "expert parallelism: ranks that share the experts of each layer", least=1)
     pp: int = amount(1, "", least=1)
     lora_rank: int = amount(16, "rank of the adapter's matrices", needs="adapter", least=1)
     lora_alpha: int | None = amount(
@@ -261,10 +262,18 @@ class Strategy(Result):
         return SHARDINGS[self.sharding].engine
 
     @property
+    def meshed(self) -> bool:
+        """Whether ranks hold parts of one layer's weights in the forward: tensor or expert parallelism."""
+        return self.tp > 1 or self.ep > 1
+
+    @property
     def label(self) -> str:
         """Sharding and degrees of parallelism: `fsdp`, `fsdp, tp 2`."""
         return ", ".join(
-            [self.sharding, *(f"{name} {getattr(self, name)}" for name in ("tp", "cp") if getattr(self, name) > 1)]
+            [
+                self.sharding,
+                *(f"{name} {getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1),
+            ]
         )
 
     @property
@@ -276,7 +285,7 @@ class Strategy(Result):
     def least_ranks(self) -> int:
         """The fewest ranks on which every dimension does something."""
         data = {"none": 1, "hybrid": 2 * self.dp_replicate}.get(SHARDINGS[self.sharding].data_parallel, 2)
-        return data * self.tp * self.cp * self.pp
+        return ceil_div(data * self.tp * self.cp, self.ep) * self.ep * self.pp
 
     @property
     def recomputed_share(self) -> float:

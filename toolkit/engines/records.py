@@ -97,8 +97,8 @@ class Transfer(NamedTuple):
     overlaps: str
     """The phase that computes meanwhile: `forward`, `backward`, or `nothing`."""
     link: str
-    """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `cp`: a
-    context-parallel one; `host`; `memory`: within the device."""
+    """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `cp`, `ep`:
+    a context-parallel, an expert-parallel one; `host`; `memory`: within the device."""
     what: str
     """The tensors and the collective."""
 

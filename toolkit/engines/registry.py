@@ -37,10 +37,10 @@ _transforms: dict[str, Transform] = {}
 """Registered transforms, by name."""
 
 
-def engine_for(sharding: str, tp: int = 1) -> Engine:
-    """Return the engine of a sharding; with tensor parallelism, the mesh engine around it."""
+def engine_for(sharding: str, meshed: bool = False) -> Engine:
+    """Return the engine of a sharding; with tensor or expert parallelism, the mesh engine around it."""
     name = SHARDINGS[sharding].engine
-    if tp == 1:
+    if not meshed:
         return _named(name)
     key = f"mesh {name}"
     if key not in _engines:

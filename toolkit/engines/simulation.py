@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -241,14 +241,14 @@ def packing_constants(elements: int) -> int:
     return scales + 4 * ceil_div(scales, NESTED_BLOCK) + 4 * (16 + 256 + 1)
 
 
-def gathers(job: Job, *, backward: bool = True) -> list[Transfer]:
+def gathers(job: Job, *, backward: bool = True, share: Callable[[State], float] | None = None) -> list[Transfer]:
     """Return the all-gathers of sharded parameters: each sends (N - 1)/N of them (Rajbhandari et al. 2020, section 7).
 
-    `backward`: the parameters were freed after the forward.
+    `backward`: the parameters were freed after the forward. `share`: returns (N - 1)/N of each, where N differs.
     """
-    ranks, compute = job.parallelism.shard_size, BYTES_OF[job.compute_dtype]
-    sizes = (state.elements * (compute if state.trainable else BYTES_OF[state.dtype]) for state in parameters_of(job))
-    size, micro = (ranks - 1) / ranks * sum(sizes), job.train_config.accumulation
+    ranks, compute, micro = job.parallelism.shard_size, BYTES_OF[job.compute_dtype], job.train_config.accumulation
+    states = [(state, compute if state.trainable else BYTES_OF[state.dtype]) for state in parameters_of(job)]
+    size = sum((share(state) if share else (ranks - 1) / ranks) * state.elements * each for state, each in states)
     phases = ("forward", "backward") if backward else ("forward",)
     return [Transfer(size, micro, phase, "ring", f"parameters, all-gathered for the {phase}") for phase in phases]
 

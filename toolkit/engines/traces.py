@@ -41,13 +41,16 @@ class TraceConfig:
     """Ranks of a tensor-parallel group."""
     tp_rank: int = 0
     """The rank's place in that group."""
+    ep: int = 1
+    """Ranks of an expert-parallel group."""
 
     @property
     def ranks(self) -> int:
         """Ranks that the trace communicates with."""
+        own = max(self.tp, self.ep)
         if self.job is None:
-            return self.tp
-        return max([self.tp, *(transform.ranks(self.job) for transform in self.job.transforms)])
+            return own
+        return max([own, *(transform.ranks(self.job) for transform in self.job.transforms)])
 
 
 def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:

@@ -102,6 +102,42 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
     return Product.apply(matrix, other)  # type: ignore[no-untyped-call]
 
 
+def register_balanced() -> str:
+    """Register transformers' exchange of tokens with fixed sizes, which do not depend on values: return its name.
+
+    Every rank gets as many tokens as it sends, as with a router that is balanced.
+    """
+    import torch
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from transformers.distributed import expert_parallel
+
+    class Balanced(expert_parallel.AllToAllEP):  # type: ignore[misc]
+        def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+            tokens = hidden_states.size(0)
+            if self.tp_mesh.size() > 1:
+                hidden_states, top_k_index, top_k_weights = (
+                    DTensor.from_local(each, self.tp_mesh, [Replicate()], run_check=False)
+                    .redistribute(self.tp_mesh, [Shard(0)])
+                    .to_local()
+                    for each in (hidden_states, top_k_index, top_k_weights)
+                )
+            ranks, flat = self.ep_mesh.size(), top_k_index.reshape(-1)
+            order = torch.argsort(flat)
+            sent = hidden_states[order // top_k_index.size(-1)]
+            sizes = [len(part) for part in flat.chunk(ranks)]
+            sizes += [0] * (ranks - len(sizes))
+            got = expert_parallel._WaitTensor.apply(
+                all_to_all_single_autograd(sent, sizes, sizes, self.ep_mesh.get_group())
+            )
+            experts = torch.zeros(len(got), 1, dtype=torch.long)
+            state = expert_parallel._AllToAllState(top_k_weights, order, sizes, sizes, tokens)
+            return got, experts, torch.ones_like(experts, dtype=got.dtype), state
+
+    expert_parallel.EPImplementationInterface.register("balanced", Balanced)
+    return "balanced"
+
+
 def _attention(
     flash_runs: bool,
     query: torch.Tensor,

@@ -156,7 +156,7 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
         group = (sizes.shard_size if sizes.shard_size > 1 else sizes.loss_size) * sizes.tp
         host_link = min(card.peer, card.network * machine.count) if group > machine.count else card.peer
     else:
-        group = {"tp": sizes.tp, "cp": sizes.cp * sizes.tp}.get(link, job.ranks)
+        group = {"tp": sizes.tp, "cp": sizes.cp * sizes.tp, "ep": sizes.ep}.get(link, job.ranks)
         host_link = card.network if group > machine.count else card.peer
     return host_link * 1e9 * LINK
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -149,9 +150,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fake_mesh(config: TraceConfig) -> Iterator[Any]:
-    """Yield the mesh of one tensor-parallel rank over a fake process group, which is this process's default group meanwhile.
+    """Yield transformers' meshes of one rank over a fake process group, which is this process's default group meanwhile.
 
-    Yields None for a model on one rank.
+    Yields None for a model that one rank holds whole.
     """
     if config.ranks == 1:
         yield None
@@ -160,26 +161,35 @@ def fake_mesh(config: TraceConfig) -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers.distributed.utils import TransformersDeviceMesh
 
     dist.init_process_group("fake", store=FakeStore(), rank=config.tp_rank, world_size=config.ranks)
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its keys do not name the rank
     try:
-        yield init_device_mesh("cpu", (config.tp,), mesh_dim_names=("tp",)) if config.tp > 1 else None
+        if config.tp == config.ep == 1:
+            yield None
+            return
+        shape = (max(1, config.ep // config.tp), config.tp)
+        dense = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
+        experts = init_device_mesh("cpu", (math.prod(shape) // config.ep, config.ep), mesh_dim_names=("efsdp", "ep"))
+        yield TransformersDeviceMesh(dense, experts)
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def distribute(model: Any, mesh: Any) -> None:
-    """Apply transformers' tensor-parallel plan, as `from_pretrained` does before it reads weights.
+    """Apply transformers' tensor-parallel and expert-parallel plans, as `from_pretrained` does before it reads weights.
 
     Tied weights get parameters of their own until they are tied again: a plan finds a shared parameter by one name only.
     """
     import torch
     from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     from toolkit.engines.mesh import register_summed
+    from toolkit.forecasting.fake_kernels import register_balanced
 
     register_summed()
     known: set[int] = set()
@@ -188,8 +198,13 @@ def distribute(model: Any, mesh: Any) -> None:
             copy = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
             module._parameters[name] = copy
         known.add(id(parameter))
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
-    apply_tensor_parallelism(model, mesh, plan)
+    tp, ep, fsdp = (mesh.get_mesh(name) for name in ("tp", "ep", "fsdp"))
+    sizes = DistributedConfig(tp_size=tp.size(), ep_size=ep.size(), fsdp_size=fsdp.size())
+    plan, experts, _ = model._resolve_parallel_plans(sizes)
+    if tp.size() > 1:
+        apply_tensor_parallelism(model, tp, plan)
+    if ep.size() > 1:
+        apply_expert_parallelism(model, ep, tp, experts, register_balanced())
 
 
 def unwrap(model: Any) -> None:

@@ -170,6 +170,7 @@ def _spec(
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         copied=_copied(module) if moe else 0,
         tp_plan=dict(getattr(module, "tp_plan", None) or {}),
+        ep_plan=dict(getattr(module, "ep_plan", None) or {}),
         trusted=trusted,
     )
 

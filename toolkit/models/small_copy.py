@@ -6,6 +6,7 @@ import contextlib
 import copy
 from typing import Any
 
+from toolkit.core.units import ceil_div
 from toolkit.models.spec import ModelSpec
 
 LAYERS, HIDDEN, VOCABULARY, WINDOW = 4, 64, 4096, 8
@@ -26,12 +27,13 @@ FIXED = {
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def shrink(spec: ModelSpec, unit: int) -> Any:
+def shrink(spec: ModelSpec, unit: int, ep: int = 1) -> Any:
     """Return a transformers config of the model's class with at most 4 layers and a hidden size from 64 on.
 
     Args:
         spec: a causal language model.
         unit: ranks that share the heads. Where these divide the model's heads, they divide the copy's.
+        ep: ranks that share the experts.
     """
     from transformers import AutoConfig
 
@@ -65,7 +67,7 @@ def shrink(spec: ModelSpec, unit: int) -> Any:
             setattr(text, name, value)
     for name in EXPERTS:
         if getattr(text, name, None):
-            setattr(text, name, min(getattr(text, name), max(8, unit)))
+            setattr(text, name, min(getattr(text, name), ceil_div(8, ep) * ep))
             text.num_experts_per_tok = min(text.num_experts_per_tok, 2)
     if getattr(text, "sliding_window", None):
         text.sliding_window = WINDOW

@@ -106,6 +106,8 @@ class ModelSpec(Result):
     """Parameters of the text part that the class itself does not train (ERNIE 4.5's bias of the router)."""
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     """transformers' tensor-parallel plan: module name, with `*` for a layer's number → style. Empty without a plan."""
+    ep_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """transformers' expert-parallel plan, in the same form."""
     trusted: str | None = None
     """The trusted revision of the model's own code: a commit on the Hub, or a folder's sha256. None without own code."""
 

@@ -87,15 +87,15 @@ def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | Non
 
     Args:
         model: a Hub id, a folder, or what `describe` returned.
-        strategy: with `tp` or `cp`. The copy runs in fp32 without offload.
+        strategy: with `tp`, `cp` or `ep`. The copy runs in fp32 without offload.
         ranks: of the planned run; by default the fewest on which every degree does something.
 
     Raises:
         StrategyError: for a strategy that cuts nothing, a model that has no small copy, and a copy that does not run.
     """
     spec = model if isinstance(model, ModelSpec) else describe(str(model))
-    if strategy.tp * strategy.cp == 1:
-        raise StrategyError("guard: nothing is cut, tp and cp are 1. Give --tp N or --cp N.")
+    if strategy.tp * strategy.cp * strategy.ep == 1:
+        raise StrategyError("guard: nothing is cut, tp, cp and ep are 1. Give --tp N, --cp N or --ep N.")
     return certify(resolve(strategy, TrainConfig(), spec, ranks or strategy.least_ranks, hardware("cpu").device))
 
 
@@ -111,7 +111,7 @@ def certify(job: Job) -> Certificate:
     )  # fmt: skip
     ranks = min(given.least_ranks, job.ranks)
     try:
-        config = shrink(job.spec, sizes.tp * sizes.cp)
+        config = shrink(job.spec, sizes.tp * sizes.cp, sizes.ep)
     except (AttributeError, TypeError, ValueError) as error:
         raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
     request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}
@@ -141,7 +141,7 @@ def guarded(preflight: Preflight, run_config: RunConfig) -> Preflight:
         StrategyError: where the cut does not compute what one process computes.
     """
     sizes = preflight.job.parallelism
-    if not run_config.guard or sizes.tp * sizes.cp == 1:
+    if not run_config.guard or sizes.tp * sizes.cp * sizes.ep == 1:
         return preflight
     certificate = certify(preflight.job)
     figures = f"losses {certificate.loss_difference:.0e} and gradient norms {certificate.norm_difference:.0e}"
@@ -149,7 +149,7 @@ def guarded(preflight: Preflight, run_config: RunConfig) -> Preflight:
         first = f"; the first parameter with another gradient is {certificate.gradient}" if certificate.gradient else ""
         raise StrategyError(
             f"guard: the cut of {certificate.model} does not compute what one process computes. A small copy over "
-            f"{certificate.ranks} ranks differs by {figures}{first}. Choose a sharding without tp and cp, or --no-guard."
+            f"{certificate.ranks} ranks differs by {figures}{first}. Choose a sharding without tp, cp and ep, or --no-guard."
         )
     note = f"guard: a small copy over {certificate.ranks} ranks computes as one process does, {figures} apart"
     return replace(preflight, notes=(*preflight.notes, note), guard=certificate.to_dict())

@@ -15,6 +15,7 @@ from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import DataError, NotFinite
 from toolkit.engines.losses import loss_kind, shift_labels
 from toolkit.engines.records import Prepared, StepResult
+from toolkit.training.expert_load import ExpertLoad
 from toolkit.training.global_sums import GlobalSums, HostCopy, StepRequest
 from toolkit.training.own_loop import check_rates
 from toolkit.training.run_log import count_step
@@ -54,6 +55,8 @@ class Step:
     """Memory of each rank when the step began, in bytes by name."""
     request: StepRequest
     """The requests of all ranks together, made when their last forward was done."""
+    experts: tuple[Mapping[str, float], ...] = ()
+    """Of each layer with fused experts: `tokens` of an expert on average, `most` of one over that, share of `idle` ones."""
 
     @property
     def stops(self) -> bool:
@@ -135,6 +138,8 @@ class _RunningStep:
     result: StepResult
     norm: HostCopy
     """`result.norm`."""
+    experts: HostCopy | None
+    """From `ExpertLoad.send`."""
 
 
 class _Loop:
@@ -146,6 +151,7 @@ class _Loop:
         # A prepared one steps once for every rank.
         self._prepared, self._schedule, self._samples = prepared, getattr(schedule, "scheduler", schedule), samples
         check_rates(prepared.optimizer, self._schedule)
+        self._experts = ExpertLoad(prepared)
         self._engine, self._job = prepared.job.engine, prepared.job
         self.on_device = self._engine.steps_on_device(prepared)
         self._found_inf = torch.zeros((), device=prepared.accelerator.device)
@@ -175,7 +181,8 @@ class _Loop:
         if not result.skipped:
             self._schedule.step()
         norm = HostCopy(torch.as_tensor(result.norm, dtype=torch.float64))
-        return _RunningStep(number=number, lr=lr, began=began, sums=sums, before=before, result=result, norm=norm)
+        parts = {"sums": sums, "before": before, "result": result, "norm": norm, "experts": self._experts.send()}
+        return _RunningStep(number=number, lr=lr, began=began, **parts)  # type: ignore[arg-type]
 
     def finish(self, step: _RunningStep, requests: StepRequest) -> Step:
         """Read the numbers of a step and check them."""
@@ -198,6 +205,7 @@ class _Loop:
             gradients=step.result.gradients,
             bytes=step.sums.memory(),
             request=requests,
+            experts=self._experts.read(step.experts),
         )
 
     @contextlib.contextmanager

@@ -60,7 +60,8 @@ class StepLog:
         """Write one step."""
         if not self._main:
             return
-        fields = {name: value for name, value in vars(step).items() if name not in ("gradients", "request")}
+        left = ("gradients", "request", *(() if step.experts else ("experts",)))
+        fields = {name: value for name, value in vars(step).items() if name not in left}
         samples = hash_ids(self._samples(step.step))
         self._folder.append_event({**fields, "attempt": self._attempt, "samples": samples})
         sizes = [size for rank in step.bytes for name, size in rank.items() if name in ("rss", "allocated") and size]

@@ -250,12 +250,12 @@ def check_trackers(names: str | None) -> list[str]:
 def launched(environ: Mapping[str, str], requested: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the fields of Strategy that the launch environment sets; none without `accelerate launch`.
 
-    The engine of the requested `sharding` and `tp` reads the environment first: another may be launched in the same way.
+    The engine of the requested `sharding`, `tp` and `ep` reads the environment first: another may be launched in the same way.
     """
     launched_strategy: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
-    fields = {"tp": 1, "cp": 1} | launched_strategy | dict(requested or {})
-    sharding, tp = fields.get("sharding"), fields["tp"]
-    first = [engine_for(sharding or "none", tp)] if sharding or tp > 1 else []
+    fields = {"tp": 1, "cp": 1, "ep": 1} | launched_strategy | dict(requested or {})
+    sharding, meshed = fields.get("sharding"), fields["tp"] > 1 or fields["ep"] > 1
+    first = [engine_for(sharding or "none", meshed)] if sharding or meshed else []
     for engine in (*first, *all_engines()):
         bound = engine.from_env(environ)
         if bound is not None:

@@ -32,6 +32,7 @@ class Compile(Transform):
         for what, refused, why in (
             ("sharding 'zero3'", values.sharding == "zero3", "it gathers inside the blocks, which breaks their graphs"),
             (f"tp {values.tp}", values.tp > 1, "its collectives would be parts of the graphs"),
+            (f"ep {values.ep}", values.ep > 1, "its exchange of tokens waits for the host"),
             (f"adapter {values.adapter!r}", values.quantized, "bitsandbytes' products are no parts of a graph"),
             (f"attention {values.attention!r}", values.attention == "flex", "it has a graph of its own"),
             (

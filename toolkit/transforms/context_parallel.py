@@ -53,7 +53,7 @@ class ContextParallel(Transform):
         if job.train_config.seq_len % cp:
             near = job.train_config.seq_len // cp * cp or cp
             _refuse(f"does not divide seq_len {job.train_config.seq_len}", f"Choose --seq-len {near}.", cp)
-        for what, asked in (("--tp", strategy.tp > 1), ("--compile", strategy.compile)):
+        for what, asked in (("--tp", strategy.tp > 1), ("--ep", strategy.ep > 1), ("--compile", strategy.compile)):
             if asked:
                 _refuse(f"does not run with {what} yet", "Leave out one of the two.", cp)
         if strategy.attention not in KERNELS:

@@ -11,7 +11,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import read_precision
 from toolkit.engines.deferred import broadcast, defer, end_deferral
-from toolkit.engines.fsdp.simulation import FSDPForecast
+from toolkit.engines.fsdp.simulation import FSDPForecast, shard_ranks
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.rank_calls import from_main
@@ -57,6 +57,7 @@ class FSDP(FSDPForecast):
             "offload": strategy.offload == "cpu",
             "replicate": job.parallelism.dp_replicate,
             "shard": job.parallelism.shard_size,
+            "apart": {},  # modules that other numbers of ranks shard
         }
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
@@ -219,7 +220,11 @@ class FSDP(FSDPForecast):
             return wrong
         ours = prepared.job.settings
         expected = (ours["replicate"], ours["shard"]) if ours["replicate"] > 1 else (ours["shard"],)
-        meshes = {_data_parallel(parameter.device_mesh) for parameter in parameters.values()}
+        apart = {name for name in parameters if shard_ranks(prepared.job, name) != ours["shard"]}
+        for name in apart:
+            if _data_parallel(parameters[name].device_mesh)[-1] != shard_ranks(prepared.job, name):
+                return [f"{name} is not sharded over {shard_ranks(prepared.job, name)} ranks"]
+        meshes = {_data_parallel(each.device_mesh) for name, each in parameters.items() if name not in apart}
         return [] if meshes == {expected} else [f"mesh is {sorted(meshes)}, expected {expected}"]
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
@@ -242,9 +247,9 @@ def _dtypes(job: Job) -> dict[str, Any]:
 
 
 def _data_parallel(mesh: Any) -> tuple[int, ...]:
-    """Return the sizes of a mesh without the tensor-parallel dimension."""
+    """Return the sizes of a mesh without the dimensions of tensor and expert parallelism."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return tuple(size for size, name in zip(mesh.shape, names, strict=True) if name != "tp")
+    return tuple(size for size, name in zip(mesh.shape, names, strict=True) if name not in ("tp", "ep"))
 
 
 def _groups(prepared: Prepared) -> list[str]:

@@ -6,7 +6,10 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.base import Engine
@@ -30,6 +33,17 @@ def shard_elements(state: State, ranks: int, place: int = 0) -> int:
     return max(0, min(most, rows - place * most)) * (state.elements // rows)
 
 
+def ranks_apart(job: Job, module: str) -> int:
+    """Return how many ranks shard a module that has a number of its own; 0 for all others."""
+    apart: Mapping[str, int] = job.settings["apart"]
+    return apart.get(re.sub(r"\.\d+(?=\.|$)", ".*", module), 0) if apart else 0
+
+
+def shard_ranks(job: Job, name: str) -> int:
+    """Return how many ranks share a parameter."""
+    return ranks_apart(job, name.rpartition(".")[0]) or job.parallelism.shard_size
+
+
 class FSDPForecast(Engine):
     """The forecast's half of the engine: states, events of a step, transfers."""
 
@@ -38,12 +52,12 @@ class FSDPForecast(Engine):
 
         torch `_fully_shard/_fsdp_param.py`: the padded shard stays allocated.
         """
-        return shard_elements(state, job.parallelism.shard_size)
+        return shard_elements(state, shard_ranks(job, state.name))
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return the bytes of states that a rank holds. Parameters are padded to equal parts, moments are not."""
-        place, ranks = job.coordinates(rank).dp_shard, job.parallelism.shard_size
-        elements = sum(shard_elements(state, ranks, place) for state in parameters_of(job) if state.trainable)
+        place, trained = job.coordinates(rank).dp_shard, [state for state in parameters_of(job) if state.trainable]
+        elements = sum(shard_elements(state, shard_ranks(job, state.name), place) for state in trained)
         return replace(super().expected_state(job, rank), optimizer=optimizer_bytes(job, elements))
 
     def reduce_dtype(self, job: Job) -> str:
@@ -91,13 +105,21 @@ class FSDPForecast(Engine):
         """
         ranks, micro = job.parallelism.shard_size, job.train_config.accumulation
         reduced = trained_elements(job) * BYTES_OF[self.reduce_dtype(job)]
-        size = (ranks - 1) / ranks * reduced
-        transfers = gathers(job, backward=job.settings["reshard_after_forward"])
+        share = partial(_sent_share, job)
+        sent = sum(share(state) * state.elements for state in parameters_of(job) if state.trainable)
+        size = sent * BYTES_OF[self.reduce_dtype(job)]
+        transfers = gathers(job, backward=job.settings["reshard_after_forward"], share=share)
         transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
             size = 2 * (groups - 1) / groups * reduced / ranks
             transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
         return [*transfers, *host_transfers(job)]
+
+
+def _sent_share(job: Job, state: State) -> float:
+    """Return (N - 1)/N of the ranks that share a parameter."""
+    ranks = shard_ranks(job, state.name)
+    return (ranks - 1) / ranks
 
 
 def _simulate_stream(simulation: Simulation) -> None:
@@ -142,7 +164,7 @@ def _scatter_full_state(simulation: Simulation) -> None:
 
 def shard_bytes(job: Job, state: State) -> int:
     """Return the bytes of a parameter that each rank holds."""
-    return shard_elements(state, job.parallelism.shard_size) * BYTES_OF[state.dtype]
+    return shard_elements(state, shard_ranks(job, state.name)) * BYTES_OF[state.dtype]
 
 
 @dataclass(eq=False)
@@ -155,6 +177,8 @@ class _Group:
     """The module with the first forward of the group."""
     last: str = ""
     """The module with the last forward of the group."""
+    ranks: int = 1
+    """That share it."""
     elements: int = 0
     """Padded so that each rank holds equally many rows of each parameter."""
     trained: int = 0
@@ -179,7 +203,7 @@ class _Groups:
     def __init__(self, simulation: Simulation, reduce: int) -> None:
         """Begin before the forward. `reduce`: bytes of an element that is summed over the ranks."""
         job = simulation.job
-        self._keep, self._ledger, self._ranks = simulation.keep, simulation.ledger, job.parallelism.shard_size
+        self._keep, self._ledger = simulation.keep, simulation.ledger
         self._compute, self._reduce = BYTES_OF[job.compute_dtype], reduce
         self._gloo = job.device.kind == "cpu"
         self._offload, self._replicas = job.strategy.offload != "none", job.parallelism.dp_replicate > 1
@@ -260,7 +284,7 @@ class _Groups:
     def _collect(self, group: _Group) -> None:
         # Offloaded shards are copied to the device; shards of another dtype are cast.
         size = group.elements * self._compute
-        cast = (group.elements if self._offload else group.cast) // self._ranks * self._compute
+        cast = (group.elements if self._offload else group.cast) // group.ranks * self._compute
         self._ledger.hold("buffers", cast + size)
         if self._gloo:
             self._ledger.touch("workspace", size)  # gloo gathers into its own buffer
@@ -299,7 +323,7 @@ class _Groups:
         # A loop's variable keeps the last one until all is done (`foreach_reduce`).
         last = group.gradients.pop(max(group.gradients, key=group.names.index))
         self._ledger.hold("gradients", -sum(group.gradients.values()))
-        shard = group.trained // self._ranks * self._reduce
+        shard = group.trained // group.ranks * self._reduce
         self._keep("gradients", shard)
         if self._offload and self._replicas:
             self._wait(shard)
@@ -331,20 +355,25 @@ def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
     resharded = bool(job.settings["reshard_after_forward"])
     layers = [f"{stack.name}.{index}" for stack in trace.stacks for index in range(len(stack.kinds))]
     tied = any(f"{embedding}.weight" in names and f"{head}.weight" in names for names in job.spec.tied)
-    alone = [*layers, *([] if embedding is None or tied else [embedding])]
-    groups = {name: _Group(resharded=resharded, first=name, last=name) for name in alone}
+    modules = dict.fromkeys(parameter.name.rpartition(".")[0] for parameter in parameters_of(job))
+    apart = [module for module in modules if ranks_apart(job, module)]
+    alone = [*apart, *layers, *([] if embedding is None or tied else [embedding])]
+    most = job.parallelism.shard_size
+    groups = {
+        name: _Group(resharded=resharded, first=name, last=name, ranks=ranks_apart(job, name) or most) for name in alone
+    }
     tail = [name for name in (embedding if tied else None, norm, head) if name is not None]
     if tail:
-        groups["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1])
-    groups[""] = _Group(resharded=False)
-    owner, ranks = {}, job.parallelism.shard_size
+        groups["tail"] = _Group(resharded=False, first=tail[0], last=tail[-1], ranks=most)
+    groups[""] = _Group(resharded=False, ranks=most)
+    owner = {}
     for parameter in parameters_of(job):
         module = parameter.name.rpartition(".")[0]
         key = "tail" if module in tail else module
         while key not in groups:
             key = key.rpartition(".")[0]
         group = owner[parameter.name] = groups[key]
-        elements = shard_elements(parameter, ranks) * ranks
+        elements = shard_elements(parameter, group.ranks) * group.ranks
         # accelerate wraps the last norm before tied weights.
         group.names.insert(0 if module == norm else len(group.names), parameter.name)
         group.elements += elements

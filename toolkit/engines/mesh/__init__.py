@@ -1,4 +1,4 @@
-"""Tensor parallelism (`--tp N`) around another engine, which shards over the data-parallel ranks or runs the bare model."""
+"""Tensor and expert parallelism (`--tp`, `--ep`) around another engine, which shards over data-parallel ranks or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
-from toolkit.engines.mesh.plan import is_even, local_job, refuse, split_dimension, transfers
+from toolkit.engines.mesh.plan import (
+    EXPERTS,
+    experts_apart,
+    is_even,
+    local_job,
+    plan_of,
+    refuse,
+    split_dimension,
+    style_of,
+    transfers,
+)
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.traces import TraceConfig
+from toolkit.engines.traces import Trace, TraceConfig
 from toolkit.engines.upstream import patched
 
 if TYPE_CHECKING:
@@ -25,9 +35,9 @@ if TYPE_CHECKING:
 
 
 class Mesh(Engine):
-    """`--tp N` with `none`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plan over N ranks, inside each data-parallel rank.
+    """`--tp N`, `--ep N` with `none`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plans over N ranks.
 
-    The inner engine answers for the local job: without tensor parallelism, with this rank's shapes (`local_job`). It is an object
+    The inner engine answers for the local job: without this parallelism, with this rank's shapes (`local_job`). It is an object
     and no base class, since its own calls have to see the local job alone. What it changes in `Engine` holds here too, unless this
     class has its own: `__init__` copies those attributes, so that an engine that changes another one is not forgotten.
     """
@@ -45,10 +55,12 @@ class Mesh(Engine):
     # Configuration ----------------------------------------------------------------------------------------------------
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """Return the group's size, the plan, and the inner engine's settings."""
+        """Return the groups' sizes, the plan, and the inner engine's settings with the experts' own groups."""
         refuse(job)
-        plan = dict(job.spec.tp_plan) if job.spec is not None else {}
-        return {"tp": job.parallelism.tp, "plan": plan, **self.inner.settings(local_job(job))}
+        sizes = job.parallelism
+        plan = plan_of(job.spec, sizes) if job.spec is not None else {}
+        inner = self.inner.settings(local_job(job))
+        return {"tp": sizes.tp, "ep": sizes.ep, "plan": plan, **inner, "apart": experts_apart(job)}
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
         """Return the inner engine's, without arguments that would shard or read the model again."""
@@ -68,7 +80,7 @@ class Mesh(Engine):
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """Return the inner engine's for several ranks. Accelerate's own tensor parallelism is not used."""
         sharding = strategy.sharding if self.sharded else "ddp"
-        plain = dataclasses.replace(strategy, tp=1, sharding=sharding)
+        plain = dataclasses.replace(strategy, tp=1, ep=1, sharding=sharding)
         content = self.inner.to_yaml(plain, ranks, nodes)
         content.pop("parallelism_config", None)
         if self.sharded:
@@ -88,17 +100,21 @@ class Mesh(Engine):
     def simulated_ranks(self, job: Job) -> Sequence[int]:
         """Return the first rank of a group, and the last if the group cannot divide a dimension evenly."""
         assert job.spec is not None
-        tp = job.parallelism.tp
-        return (0,) if is_even(job.spec, tp) else (0, tp - 1)
+        sizes = job.parallelism
+        return (0,) if is_even(job.spec, sizes) else (0, sizes.tp - 1)
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return the inner engine's over local shapes."""
         return self.inner.expected_state(local_job(job, rank), 0)
 
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Return the inner engine's answer; experts, too, are gathered apart."""
+        return name.endswith(".experts") or self.inner.is_boundary(trace, what, name)
+
     def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
         """Return the inner engine's for one rank of a group."""
-        config = self.inner.trace_config(job, masked=masked)
-        return dataclasses.replace(config, tp=job.parallelism.tp, tp_rank=job.coordinates(rank).tp)
+        config, sizes = self.inner.trace_config(job, masked=masked), job.parallelism
+        return dataclasses.replace(config, tp=sizes.tp, ep=sizes.ep, tp_rank=job.coordinates(rank).tp)
 
     def simulate_load(self, simulation: Simulation) -> None:
         """Simulate loading: each rank reads its slices directly to its device."""
@@ -112,12 +128,14 @@ class Mesh(Engine):
         self.inner.simulate_training(dataclasses.replace(simulation, job=local, rank=0))
 
     def communication(self, job: Job) -> list[Transfer]:
-        """Return the inner engine's over local shapes, and the tensor-parallel group's."""
+        """Return the inner engine's over local shapes, and those of the tensor- and expert-parallel groups."""
         return [*self.inner.communication(local_job(job)), *transfers(job, self.autocast_dtype(job))]
 
     def compute_note(self, job: Job) -> str:
         """Return the inner engine's."""
-        return f"{self.inner.compute_note(local_job(job))}; matrix products over {job.parallelism.tp} ranks"
+        what = {"matrix products": job.parallelism.tp, "experts": job.parallelism.ep}
+        notes = [f"{name} over {ranks} ranks" for name, ranks in what.items() if ranks > 1]
+        return "; ".join([self.inner.compute_note(local_job(job)), *notes])
 
     def streams(self, job: Job) -> bool:
         """Return false: each rank reads slices."""
@@ -132,13 +150,14 @@ class Mesh(Engine):
     def load_model(self, job: Job, reader: Any) -> Any:
         """Read this rank's part of every weight; `reader` is a `loading.Reader`.
 
-        transformers applies tensor parallelism and FSDP2 on the meta device, then reads only the slices of this rank.
+        transformers applies both plans and FSDP2 on the meta device, then reads only the slices of this rank.
         """
         from transformers.distributed import DistributedConfig, mixin
 
         register_summed()
         sizes, plugin = job.parallelism, getattr(reader.accelerator.state, "fsdp_plugin", None)
-        config = DistributedConfig(tp_size=sizes.tp, fsdp_size=sizes.dp_shard, dp_replicate_size=sizes.dp_replicate)
+        dense = {"tp_size": sizes.tp, "fsdp_size": sizes.dp_shard, "dp_replicate_size": sizes.dp_replicate}
+        config = DistributedConfig(**dense, ep_size=sizes.ep)
         with patched(mixin, apply_fully_sharded_data_parallelism=_fully_shard(job, plugin)):
             model = reader.read(distributed_config=config)
         # Saving would gather the model once more, which the export has done.
@@ -153,24 +172,26 @@ class Mesh(Engine):
         """
         if getattr(model, "_tp_size", None) != job.parallelism.tp or job.spec is None:
             raise StrategyError(
-                f"prepare got a {type(model).__name__} that is not split over tp {job.parallelism.tp}: weights are split while "
+                f"prepare got a {type(model).__name__} that is not split for {job.strategy.label}: weights are split while "
                 "they are read. Make the Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
             )
 
     def check(self, prepared: Prepared) -> list[str]:
-        """Check the inner engine, and that each planned parameter is split over the tensor-parallel group."""
+        """Check the inner engine, and that each planned parameter is split over its group."""
         from torch.distributed.tensor import DTensor
 
         job = prepared.job
         assert job.spec is not None
         wrong = self.inner.check(dataclasses.replace(prepared, job=local_job(job)))
+        plan, sizes = job.settings["plan"], job.parallelism
         named = dict(prepared.accelerator.unwrap_model(prepared.model).named_parameters())
         for parameter in job.spec.parameters:
             tensor = named.get(parameter.name)
-            tp = tp_parts(tensor) if isinstance(tensor, DTensor) else 1
-            expected = 1 if split_dimension(parameter, job.spec.tp_plan) is None else job.parallelism.tp
-            if tensor is not None and tp != expected:
-                wrong.append(f"{parameter.name} is split over {tp} tp ranks, expected {expected}")
+            group = "ep" if style_of(parameter.name, plan) == EXPERTS else "tp"
+            ranks = parts_of(tensor, group) if isinstance(tensor, DTensor) else 1
+            expected = 1 if split_dimension(parameter, plan) is None else getattr(sizes, group)
+            if tensor is not None and ranks != expected:
+                wrong.append(f"{parameter.name} is split over {ranks} {group} ranks, expected {expected}")
         return wrong[:3]
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
@@ -188,10 +209,10 @@ class Mesh(Engine):
         return norm
 
 
-def tp_parts(tensor: Any) -> int:
-    """Return over how many ranks of the tensor-parallel group a DTensor is split; 1 where each holds it whole."""
+def parts_of(tensor: Any, group: str) -> int:
+    """Return over how many ranks of a `tp` or `ep` group a DTensor is split; 1 where each holds it whole."""
     names = tensor.device_mesh.mesh_dim_names or ()
-    place = names.index("tp") if "tp" in names else None
+    place = names.index(group) if group in names else None
     return tensor.device_mesh.size(place) if place is not None and tensor.placements[place].is_shard() else 1
 
 
@@ -236,9 +257,11 @@ def _fully_shard(job: Job, plugin: Any) -> Callable[..., Any]:
         from accelerate.utils.fsdp_utils import _find_final_norm
         from torch.distributed.fsdp import fully_shard
 
-        names: Any = ("dp_replicate", "fsdp") if job.parallelism.dp_replicate > 1 else "fsdp"
-        options = {"mesh": mesh_manager.get_mesh(names), "mp_policy": plugin.mixed_precision_policy}
+        replicas = ("dp_replicate",) if job.parallelism.dp_replicate > 1 else ()
+        options = {"mesh": mesh_manager.get_mesh((*replicas, "fsdp")), "mp_policy": plugin.mixed_precision_policy}
         reshard = job.settings["reshard_after_forward"]
+        if job.parallelism.ep > 1:
+            _shard_experts(job, model, ep_plan, {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
         for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
             fully_shard(module, reshard_after_forward=reshard, **options)
         embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
@@ -252,3 +275,21 @@ def _fully_shard(job: Job, plugin: Any) -> Callable[..., Any]:
         return model
 
     return apply
+
+
+def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Shard experts over the ranks that hold the same ones, as transformers' `apply_fully_sharded_data_parallelism`.
+
+    Tokens of all data-parallel ranks reach an expert: its gradient is a sum over more ranks than shard it. A factor other than
+    the group's size is no kernel of gloo's, so FSDP2 sums there and divides itself.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    for name, style in plan.items():
+        if style == "ep_dispatch_experts":
+            experts = fully_shard(
+                model.get_submodule(name), reshard_after_forward=job.settings["reshard_after_forward"], **options
+            )
+            experts.set_gradient_divide_factor(float(job.parallelism.dp_size))
+            if options["mesh"].size(-1) > 1:
+                experts.set_force_sum_reduction_for_comms(True)

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan by arithmetic: its limits, the shapes on a rank, and the transfers. Standard library only."""
+"""Tensor- and expert-parallel plans by arithmetic: their limits, the shapes on a rank, and the transfers. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
@@ -21,6 +22,8 @@ ROWWISE = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 """A weight that each rank holds whole. Its gradient is summed over the ranks."""
 GATHERED = "colwise_gather_output"
+EXPERTS = "grouped_gemm"
+"""Splits fused experts by their first dimension, over the ranks of an expert-parallel group."""
 
 SUPPORTED = {
     "sharding": ("none", "fsdp", "fsdp_grad_op", "hsdp"),
@@ -28,36 +31,60 @@ SUPPORTED = {
     "offload": ("none",),
     "precision": ("bf16", "fp32", "bf16_pure"),
 }
-"""The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes."""
+"""The values of `Strategy` that run with tensor and expert parallelism: fp16's scaler takes no tensors over several meshes."""
 
 
 def refuse(job: Job) -> None:
-    """Refuse what tensor parallelism cannot do yet.
+    """Refuse what tensor and expert parallelism cannot do yet.
 
     Raises:
         StrategyError: naming the value, what is expected, and a fix.
     """
-    strategy, tp = job.strategy, job.parallelism.tp
+    strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
+    degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
     for name, choices in SUPPORTED.items():
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
-                f"{name} {value!r} does not run with tp {tp} yet. Choose {name} {' or '.join(choices)}, or --tp 1."
+                f"{name} {value!r} does not run with {degree} {size} yet. Choose {name} {' or '.join(choices)}, or --{degree} 1."
             )
     if strategy.sharding != "none" and job.parallelism.dp_shard < 2:
         raise StrategyError(
             f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
             f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
         )
-    if job.spec is not None and (reason := next(_unsupported_reasons(job.spec, tp), None)):
-        raise StrategyError(f"tp {tp} does not run {job.spec.architecture}: {reason}")
+    for name, count, reasons in (("ep", ep, _unsplit_experts), ("tp", tp, _unsupported_reasons)):
+        if job.spec is not None and count > 1 and (reason := next(reasons(job.spec, job.parallelism), None)):
+            raise StrategyError(f"{name} {count} does not run {job.spec.architecture}: {reason}")
 
 
-def _unsupported_reasons(spec: ModelSpec, tp: int) -> Iterator[str]:
-    """Yield why a model cannot be split, each with a fix."""
-    odd = sorted(set(spec.tp_plan.values()) - {*COLWISE, *ROWWISE, SUMMED})
+def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
+    """Yield why experts cannot be shared, each with a fix."""
+    experts = [parameter for parameter in spec.parameters if style_of(parameter.name, spec.ep_plan) == EXPERTS]
+    odd = sorted(set(spec.ep_plan.values()) - {EXPERTS, "ep_dispatch_experts"})
     for refused, reason in (
-        (spec.moe is not None, "it has experts, and only dense models run so far"),
+        (spec.moe is None, "it has no experts"),
+        (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
+        (not experts, "transformers has no expert-parallel plan for it"),
+        (odd, f"its plan has style {''.join(odd[:1])!r}, and only {EXPERTS} is known"),
+    ):
+        if refused:
+            yield f"{reason}. Choose --ep 1 with sharding 'fsdp'."
+    for parameter in experts:
+        if (count := parameter.shape[0]) % sizes.ep:
+            fits = [size for size in range(2, count + 1) if count % size == 0]
+            yield f"{sizes.ep} does not divide its {count} experts. Choose --ep {fits[0]}."
+
+
+def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
+    """Yield why a model cannot be split, each with a fix."""
+    tp = sizes.tp
+    odd = sorted(
+        {style for name, style in plan_of(spec, sizes).items() if name not in spec.ep_plan}
+        - {*COLWISE, *ROWWISE, SUMMED}
+    )
+    for refused, reason in (
+        (spec.moe is not None and sizes.ep == 1, f"it has experts, and only dense models run without --ep {tp}"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
         (odd, f"its plan has style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, *ROWWISE, SUMMED))} are known"),
@@ -83,70 +110,95 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     return plan.get(generic) or plan.get(generic.rpartition(".")[0])
 
 
+def plan_of(spec: ModelSpec, sizes: Parallelism) -> dict[str, str]:
+    """Return the styles in use: the tensor-parallel plan's, without modules that an expert-parallel plan names, and that plan's."""
+    experts = dict(spec.ep_plan) if sizes.ep > 1 else {}
+    inside = tuple(f"{name}." for name in experts)
+    dense = spec.tp_plan if sizes.tp > 1 else {}
+    return {
+        name: style for name, style in dense.items() if name not in experts and not name.startswith(inside)
+    } | experts
+
+
 def split_dimension(parameter: Parameter, plan: Mapping[str, str]) -> int | None:
     """Return the dimension of a parameter that the ranks share; None where each holds it whole."""
     style = style_of(parameter.name, plan)
-    if style in COLWISE:
+    if style in (*COLWISE, EXPERTS):
         return 0
     return 1 if style in ROWWISE and len(parameter.shape) == 2 else None
 
 
-def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank: int) -> tuple[int, ...]:
+def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank: int, ep: int = 1) -> tuple[int, ...]:
     """Return the shape of the part that a rank of the group holds: equal parts rounded up, the last ones smaller."""
     dim = split_dimension(parameter, plan)
     if dim is None:
         return parameter.shape
     size = parameter.shape[dim]
+    if style_of(parameter.name, plan) == EXPERTS:  # all ranks hold equally many
+        tp, tp_rank = ep, 0
     each = ceil_div(size, tp)
     part = max(0, min(size, (tp_rank + 1) * each) - tp_rank * each)
     return (*parameter.shape[:dim], part, *parameter.shape[dim + 1 :])
 
 
 def local_job(job: Job, rank: int = 0) -> Job:
-    """Return the job as a rank's data-parallel group sees it: without tensor parallelism, with the rank's local shapes."""
-    spec = None if job.spec is None else _local_spec(job.spec, job.parallelism.tp, job.coordinates(rank).tp)
+    """Return the job as a rank's data-parallel group sees it: without this parallelism, with the rank's local shapes."""
+    spec = None if job.spec is None else _local_spec(job.spec, job.parallelism, job.coordinates(rank).tp)
     return dataclasses.replace(
         job,
-        strategy=dataclasses.replace(job.strategy, tp=1),
-        parallelism=dataclasses.replace(job.parallelism, tp=1),
+        strategy=dataclasses.replace(job.strategy, tp=1, ep=1),
+        parallelism=dataclasses.replace(job.parallelism, tp=1, ep=1),
         spec=spec,
         engine=job.engine.inner,  # type: ignore[attr-defined]
     )
 
 
-def _local_spec(spec: ModelSpec, tp: int, tp_rank: int) -> ModelSpec:
+def _local_spec(spec: ModelSpec, sizes: Parallelism, tp_rank: int) -> ModelSpec:
     # A spec is frozen, and so is what follows from it: it is made once for all jobs of a plan, and lives as long as the spec. A
     # spec holds its model's config, a dictionary, so it can be no key of a cache; `cached_property` writes into `vars()`, too.
     cache: dict[Any, ModelSpec] = vars(spec).setdefault("_local_specs", {})
-    if (tp, tp_rank) not in cache:
-        shapes = (local_shape(parameter, spec.tp_plan, tp, tp_rank) for parameter in spec.parameters)
+    key = sizes.tp, tp_rank, sizes.ep
+    if key not in cache:
+        plan = plan_of(spec, sizes)
+        shapes = (local_shape(parameter, plan, *key) for parameter in spec.parameters)
         parameters = (
             dataclasses.replace(parameter, shape=shape)
             for parameter, shape in zip(spec.parameters, shapes, strict=True)
         )
-        cache[tp, tp_rank] = dataclasses.replace(spec, parameters=tuple(parameters))
-    return cache[tp, tp_rank]
+        cache[key] = dataclasses.replace(spec, parameters=tuple(parameters))
+    return cache[key]
 
 
-def is_even(spec: ModelSpec, tp: int) -> bool:
+def experts_apart(job: Job) -> dict[str, int]:
+    """Return the modules with experts, and how many ranks hold the same ones: FSDP shards each over those."""
+    sizes = job.parallelism
+    if job.spec is None or sizes.ep == 1:
+        return {}
+    ranks = sizes.dp_shard * sizes.tp // sizes.ep
+    return {name: ranks for name, style in job.spec.ep_plan.items() if style == "ep_dispatch_experts"}
+
+
+def is_even(spec: ModelSpec, sizes: Parallelism) -> bool:
     """Return whether all ranks of a group hold equally large parts of every parameter."""
-    return _local_spec(spec, tp, 0).parameters == _local_spec(spec, tp, tp - 1).parameters
+    return _local_spec(spec, sizes, 0).parameters == _local_spec(spec, sizes, sizes.tp - 1).parameters
 
 
 def transfers(job: Job, autocast: str | None) -> list[Transfer]:
-    """Return what a rank sends inside its tensor-parallel group in a step. Nothing computes meanwhile.
+    """Return what a rank sends inside its tensor- and its expert-parallel group in a step. Nothing computes meanwhile.
 
     An all-reduce sends 2 (N - 1)/N of a tensor, an all-gather (N - 1)/N. Under autocast the embedding's sum and the
-    gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers.
+    gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers. An exchange of tokens sends
+    (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced.
     """
-    spec, tp = job.spec, job.parallelism.tp
+    spec, sizes = job.spec, job.parallelism
+    tp, ep, plan = sizes.tp, sizes.ep, plan_of(job.spec, sizes) if job.spec else {}
     assert spec is not None
     tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 1 + job.strategy.recomputed_share
     summed = gathered = backward = 0.0
     for name, shape in _weights(spec):
-        style = style_of(name, spec.tp_plan)
+        style = style_of(name, plan)
         if style in ROWWISE:
             summed += repeated * tokens * shape[0] * compute
             gathered += tokens * shape[1] * compute if style != ROWWISE[0] else 0  # gradients of the whole input
@@ -159,11 +211,22 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
             elif style == GATHERED and job.strategy.loss == "whole":
                 gathered += tokens * shape[0] * compute
     share, micro = (tp - 1) / tp, job.train_config.accumulation
-    return [
+    dense = [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
         Transfer(share * gathered, micro, "nothing", "tp", "whole outputs, all-gathered in the tp group"),
         Transfer(2 * share * backward, micro, "nothing", "tp", "activations' gradients, all-reduced in the tp group"),
     ]
+    if spec.moe is None or ep == 1:
+        return dense
+    names = (parameter.name for parameter in spec.parameters)
+    routed = len({name.rpartition(".")[0] for name in names if style_of(name, plan) == EXPERTS})
+    rows = (1 + repeated) * routed * tokens * spec.hidden * compute
+    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp
+    experts = [
+        Transfer(exchanged, micro, "nothing", "ep", "tokens, exchanged in the ep group"),
+        Transfer(share * rows, micro, "nothing", "tp", "experts' outputs, all-gathered in the tp group"),
+    ]
+    return [*dense, *experts] if tp > 1 else experts[:1]
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:

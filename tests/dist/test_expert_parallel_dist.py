@@ -1,0 +1,154 @@
+"""Expert parallelism on real ranks: losses and norms of one process, checkpoints under other strategies, exports, the forecast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from programs import python
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.dist
+
+FULL, NONE = ({"activation_checkpointing": word} for word in ("full", "none"))
+
+Cell = tuple[str, dict[str, Any]]
+"""A model, and a strategy."""
+
+TWO: dict[str, Cell] = {
+    "mixtral, fsdp": ("mixtral", {"sharding": "fsdp", "ep": 2, **NONE}),
+    "qwen3, fsdp": ("qwen3_moe", {"sharding": "fsdp", "ep": 2, **FULL}),
+    "gpt-oss, fsdp": ("gpt_oss", {"sharding": "fsdp", "ep": 2, **NONE}),
+    "deepseek, fsdp": ("deepseek", {"sharding": "fsdp", "ep": 2, **FULL}),
+    "mixtral, none": ("mixtral", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
+    "qwen3, none": ("qwen3_moe", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
+}
+FOUR: dict[str, Cell] = {
+    "mixtral, two copies": ("mixtral", {"sharding": "fsdp", "ep": 2, **FULL}),
+    "qwen3, one expert a rank": ("qwen3_moe", {"sharding": "fsdp_grad_op", "ep": 4, **NONE}),
+    "qwen3, replicas": ("qwen3_moe", {"sharding": "hsdp", "dp_replicate": 2, "ep": 2, **NONE}),
+    "mixtral, in tp": ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 2, **NONE}),
+    "qwen3, over tp": ("qwen3_moe", {"sharding": "fsdp", "tp": 2, "ep": 4, **FULL}),
+}
+
+Gave = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ep")
+    tiny.mixtral(root / "mixtral")
+    tiny.qwen3_moe(root / "qwen3_moe")
+    tiny.gpt_oss(root / "gpt_oss")
+    tiny.deepseek(root / "deepseek")
+    return root
+
+
+@pytest.fixture(scope="module")
+def gave(root: Path) -> Gave:
+    def cell(name: str, given: Cell, **more: Any) -> dict[str, Any]:
+        model, strategy = given
+        more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
+        return {"name": name, "folder": str(root / model), "strategy": strategy, "upto": 4, **more}
+
+    two = {
+        "mixtral, fsdp": {"into": "ep", "saves": [2], "export": "mixtral-two"},
+        "qwen3, none": {"export": "qwen3_moe-two"},
+    }
+    groups = [
+        (1, [cell(model, (model, {})) for model in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek")]),
+        (
+            2,
+            [
+                *(cell(name, given, **two.get(name, {})) for name, given in TWO.items()),
+                cell(
+                    "to zero3", ("mixtral", {"sharding": "zero3"}), **{"from": "ep/step-00000002"}, into="z", saves=[3]
+                ),
+                cell("to fsdp", ("mixtral", {"sharding": "fsdp"}), **{"from": "ep/step-00000002"}),
+                cell("and back", ("mixtral", {"sharding": "none", "tp": 2, "ep": 2}), **{"from": "z/step-00000003"}),
+            ],
+        ),
+        (
+            4,
+            [
+                *(cell(name, given, export=f"{given[0]}-{name}") for name, given in FOUR.items()),
+                cell("to four", ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 4}), **{"from": "z/step-00000003"}),
+            ],
+        ),
+    ]
+    given = tiny.run_groups("mesh_worker.py", groups, root / "mixtral", root / "scratch")
+    return {
+        (count, result["cell"]["name"]): result
+        for (count, _), results in zip(groups, given, strict=True)
+        for result in results
+    }
+
+
+def assert_same(result: list[list[float]], expected: list[list[float]]) -> None:
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
+        assert ours[2] == theirs[2]
+
+
+@pytest.mark.parametrize(("count", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
+    expected = gave[1, {2: TWO, 4: FOUR}[count][name][0]]
+    assert len(gave[count, name]["steps"]) == 4
+    assert gave[count, name]["exact"]
+    assert_same(gave[count, name]["steps"], expected["steps"])
+    assert gave[count, name]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+
+
+def test_a_run_is_forecast(root: Path) -> None:
+    """From the shell, with the experts' load in the report. Ten layers: a rank's share of the tokens differs little in sum."""
+    tiny.mixtral(root / "deep", num_hidden_layers=10)
+    texts = [" ".join(f"w{(line * 7 + word * 3) % 200}" for word in range(40)) for line in range(200)]
+    (root / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "2", "--no-save")
+    way = ("--processes", "2", "--sharding", "fsdp", "--ep", "2", "--activation-checkpointing", "none")
+    command = ("train", "--model", str(root / "deep"), "--data", "text.jsonl", *way, *size, "--run-dir", "run")
+    python("-m", "toolkit.cli", *command, cwd=root, code=0)
+    memory = json.loads((root / "run" / "memory.json").read_text())
+    for rank in memory["measured"]["per_rank"]:
+        assert memory["forecast"]["device"]["peak_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.04)
+    loads = [json.loads(line)["experts"] for line in (root / "run" / "events.jsonl").read_text().splitlines()]
+    assert [{load["tokens"] for load in layers} for layers in loads] == [{2 * 2 * 4 * 128 * 2 / 4}] * 2
+    assert all(1 <= load["most"] <= 4 and load["idle"] < 1 for layers in loads for load in layers)
+    assert "Load of the experts" in (root / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("count", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_tokens_of_each_expert_are_counted_once(gave: Gave, count: int, name: str) -> None:
+    """Recomputed layers, evaluation and ranks with the same rows add none."""
+    expected = gave[1, {2: TWO, 4: FOUR}[count][name][0]]["experts"]
+    assert gave[count, name]["experts"][0] == expected[0]
+    assert expected[0][0]["tokens"] == 8 * 24 * 2 / 4
+
+
+def test_the_norm_is_clipped(gave: Gave) -> None:
+    assert min(norm for _, norm, _ in gave[1, "mixtral"]["steps"]) > 1
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "to zero3"), (2, "to fsdp"), (2, "and back"), (4, "to four")])
+def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, count: int, name: str) -> None:
+    steps = gave[count, name]["steps"]
+    assert_same(steps, gave[1, "mixtral"]["steps"][-len(steps) :])
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "folder"),
+    [
+        (2, "mixtral, fsdp", "mixtral-two"),
+        (2, "qwen3, none", "qwen3_moe-two"),
+        *((4, name, f"{FOUR[name][0]}-{name}") for name in FOUR),
+    ],
+)
+def test_the_export_is_the_trained_model(gave: Gave, root: Path, count: int, name: str, folder: str) -> None:
+    assert gave[count, name]["logits_error"] <= 1e-6
+    _, info = AutoModelForCausalLM.from_pretrained(root / folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
