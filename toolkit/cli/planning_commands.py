@@ -86,7 +86,7 @@ def add_other_devices(flags: argparse.Namespace) -> None:
 
 
 def guard(flags: argparse.Namespace) -> Result:
-    """Compare a small copy of a model, cut over CPU ranks by tp and cp, with one process."""
+    """Compare a small copy of a model, cut over CPU ranks by tp, cp and ep, with one process."""
     from toolkit.models import describe
     from toolkit.training.certificates import guard
 

@@ -148,7 +148,10 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         random_model(folder, AutoConfig.for_model(values.pop("model_type"), **values))
         started = []
-        for count, way in ((1, replace(strategy, sharding="none", tp=1, cp=1, dp_replicate=1)), (ranks, strategy)):
+        for count, way in (
+            (1, replace(strategy, sharding="none", tp=1, cp=1, ep=1, dp_replicate=1)),
+            (ranks, strategy),
+        ):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             started += [
                 (fork.Process(target=_rank, args=(folder, way, count, rank, store.port)), store)
