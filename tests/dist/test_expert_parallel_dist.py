@@ -108,7 +108,7 @@ def test_a_run_is_forecast(root: Path) -> None:
     tiny.mixtral(root / "deep", num_hidden_layers=10)
     texts = [" ".join(f"w{(line * 7 + word * 3) % 200}" for word in range(40)) for line in range(200)]
     (root / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "2", "--no-save")
+    size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "2", "--no-save", "--no-guard")
     way = ("--processes", "2", "--sharding", "fsdp", "--ep", "2", "--activation-checkpointing", "none")
     command = ("train", "--model", str(root / "deep"), "--data", "text.jsonl", *way, *size, "--run-dir", "run")
     python("-m", "toolkit.cli", *command, cwd=root, code=0)

@@ -66,6 +66,11 @@ def test_a_right_cut_is_certified(tmp_path: Path, flags: tuple[str, ...]) -> Non
     assert result["gradient"] is None
 
 
+def test_shared_experts_are_certified(tmp_path: Path) -> None:
+    result = tk.guard(tiny.mixtral(tmp_path / "mixtral"), tk.Strategy(sharding="fsdp", ep=2))
+    assert (result.agrees, result.ranks, result.gradient) == (True, 2, None)
+
+
 @pytest.mark.parametrize(
     ("plugin", "flags", "word"),
     [

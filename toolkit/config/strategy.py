@@ -262,11 +262,6 @@ class Strategy(Result):
         return SHARDINGS[self.sharding].engine
 
     @property
-    def meshed(self) -> bool:
-        """Whether ranks hold parts of one layer's weights in the forward: tensor or expert parallelism."""
-        return self.tp > 1 or self.ep > 1
-
-    @property
     def label(self) -> str:
         """Sharding and degrees of parallelism: `fsdp`, `fsdp, tp 2`."""
         return ", ".join(

@@ -37,10 +37,10 @@ _transforms: dict[str, Transform] = {}
 """Registered transforms, by name."""
 
 
-def engine_for(sharding: str, meshed: bool = False) -> Engine:
+def engine_for(sharding: str, tp: int = 1, ep: int = 1) -> Engine:
     """Return the engine of a sharding; with tensor or expert parallelism, the mesh engine around it."""
     name = SHARDINGS[sharding].engine
-    if not meshed:
+    if tp == ep == 1:
         return _named(name)
     key = f"mesh {name}"
     if key not in _engines:

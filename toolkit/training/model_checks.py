@@ -108,8 +108,8 @@ def check_uniform(job: Job, model: torch.nn.Module) -> None:
 
 def check_hooks(job: Job, model: torch.nn.Module) -> None:
     """Refuse hooks on gradients under FSDP, which calls none: it reduces outside of autograd."""
-    # Under TP transformers' own lie on the gathered parameters, which FSDP calls.
-    shards = job.strategy.engine == "fsdp" and not job.strategy.meshed
+    # Under TP and EP transformers' own lie on the gathered parameters, which FSDP calls.
+    shards = job.strategy.engine == "fsdp" and job.strategy.tp * job.strategy.ep == 1
     for name, each in model.named_parameters() if shards else ():
         if each._backward_hooks or each._post_accumulate_grad_hooks:
             raise StrategyError(

@@ -254,8 +254,8 @@ def launched(environ: Mapping[str, str], requested: Mapping[str, Any] | None = N
     """
     launched_strategy: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
     fields = {"tp": 1, "cp": 1, "ep": 1} | launched_strategy | dict(requested or {})
-    sharding, meshed = fields.get("sharding"), fields["tp"] > 1 or fields["ep"] > 1
-    first = [engine_for(sharding or "none", meshed)] if sharding or meshed else []
+    sharding, tp, ep = fields.get("sharding"), fields["tp"], fields["ep"]
+    first = [engine_for(sharding or "none", tp, ep)] if sharding or tp * ep > 1 else []
     for engine in (*first, *all_engines()):
         bound = engine.from_env(environ)
         if bound is not None:
