@@ -9,6 +9,8 @@ import pytest
 import tiny
 from programs import environment, python
 
+import toolkit as tk
+
 pytestmark = pytest.mark.dist
 
 UPSTREAM = """
