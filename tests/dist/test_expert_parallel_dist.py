@@ -23,6 +23,7 @@ TWO: dict[str, Cell] = {
     "qwen3, fsdp": ("qwen3_moe", {"sharding": "fsdp", "ep": 2, **FULL}),
     "gpt-oss, fsdp": ("gpt_oss", {"sharding": "fsdp", "ep": 2, **NONE}),
     "deepseek, fsdp": ("deepseek", {"sharding": "fsdp", "ep": 2, **FULL}),
+    "balanced, none": ("balanced", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
     "mixtral, none": ("mixtral", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
     "qwen3, none": ("qwen3_moe", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
 }
@@ -41,6 +42,7 @@ Gave = dict[tuple[int, str], dict[str, Any]]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ep")
     tiny.mixtral(root / "mixtral")
+    tiny.mixtral(root / "balanced", output_router_logits=True, router_aux_loss_coef=0.1)
     tiny.qwen3_moe(root / "qwen3_moe")
     tiny.gpt_oss(root / "gpt_oss")
     tiny.deepseek(root / "deepseek")
@@ -59,11 +61,13 @@ def gave(root: Path) -> Gave:
         "qwen3, none": {"export": "qwen3_moe-two"},
     }
     groups = [
-        (1, [cell(model, (model, {})) for model in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek")]),
+        (1, [cell(model, (model, {})) for model in ("mixtral", "balanced", "qwen3_moe", "gpt_oss", "deepseek")]),
         (
             2,
             [
                 *(cell(name, given, **two.get(name, {})) for name, given in TWO.items()),
+                cell("balanced, fsdp alone", ("balanced", {"sharding": "fsdp"})),
+                cell("balanced, fsdp", ("balanced", {"sharding": "fsdp", "ep": 2})),
                 cell(
                     "to zero3", ("mixtral", {"sharding": "zero3"}), **{"from": "ep/step-00000002"}, into="z", saves=[3]
                 ),
@@ -127,6 +131,12 @@ def test_tokens_of_each_expert_are_counted_once(gave: Gave, count: int, name: st
     expected = gave[1, {2: TWO, 4: FOUR}[count][name][0]]["experts"]
     assert gave[count, name]["experts"][0] == expected[0]
     assert expected[0][0]["tokens"] == 8 * 24 * 2 / 4
+
+
+def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:
+    """It depends on how rows are divided into micro-batches, which other ranks alone change: FSDP without `ep` has the same."""
+    assert_same(gave[2, "balanced, fsdp"]["steps"], gave[2, "balanced, fsdp alone"]["steps"])
+    assert gave[1, "balanced"]["steps"][0][0] > gave[1, "mixtral"]["steps"][0][0] + 0.1
 
 
 def test_the_norm_is_clipped(gave: Gave) -> None:
