@@ -9,8 +9,8 @@ from typing import Any
 from toolkit.core.units import ceil_div
 from toolkit.models.spec import ModelSpec
 
-LAYERS, HIDDEN, VOCABULARY, WINDOW = 4, 64, 4096, 8
-"""Layers at most, least hidden size, tokens and positions of a window."""
+LAYERS, HIDDEN, VOCABULARY, WINDOW = 4, 64, 4104, 8
+"""Layers at most, least hidden size, tokens (the embedded tokenizer's and a class's own), positions of a window."""
 
 NARROW = {
     "intermediate_size": 2, "ffn_dim": 2, "moe_intermediate_size": 1, "shared_expert_intermediate_size": 1,
