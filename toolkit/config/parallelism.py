@@ -80,8 +80,8 @@ class Parallelism:
         return dp_rank * self.cp * self.tp
 
     def loss_ranks(self) -> range:
-        """Return one rank of each `tp` and `pp` group: together they have every token once."""
-        return range(0, self.ranks // self.pp, self.tp)
+        """Return one rank of each `tp` and `pp` group, of the last stage: together they have every token's loss once."""
+        return range(self.ranks - self.ranks // self.pp, self.ranks, self.tp)
 
 
 def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:

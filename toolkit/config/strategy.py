@@ -19,6 +19,7 @@ ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
 UNUSED_PARAMETERS = ("refuse", "find")
+PP_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -31,7 +32,7 @@ LATER: dict[str, tuple[str, ...]] = {
 BUCKETS = ("bucket_elements", "gather_bucket_elements")
 """Sizes of communication buffers."""
 
-LATER_SIZES = ("ep", "pp")
+LATER_SIZES = ("ep",)
 """Dimensions that no engine has yet: no flag, and no help."""
 
 
@@ -207,7 +208,15 @@ class Strategy(Result):
         "ulysses: exchange heads; gather: all keys and values on each rank; auto: ulysses where cp divides the heads",
     )
     ep: int = amount(1, "", least=1)
-    pp: int = amount(1, "", least=1)
+    pp: int = amount(1, "pipeline parallelism: ranks that each hold some layers; with none", least=1)
+    pp_schedule: str = choice(
+        "1f1b",
+        PP_SCHEDULES,
+        "order of a step's micro-batches, which are its accumulation; interleaved: several stages on each rank",
+    )
+    pp_stages_per_rank: int | None = amount(
+        None, "stages on each rank; open: 2 for interleaved, otherwise 1", needs="pp", least=1
+    )
     lora_rank: int = amount(16, "rank of the adapter's matrices", needs="adapter", least=1)
     lora_alpha: int | None = amount(
         None, "scale of the adapter times its rank; open: twice the rank", needs="adapter", least=1
@@ -264,7 +273,10 @@ class Strategy(Result):
     def label(self) -> str:
         """Sharding and degrees of parallelism: `fsdp`, `fsdp, tp 2`."""
         return ", ".join(
-            [self.sharding, *(f"{name} {getattr(self, name)}" for name in ("tp", "cp") if getattr(self, name) > 1)]
+            [
+                self.sharding,
+                *(f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp") if getattr(self, name) > 1),
+            ]
         )
 
     @property

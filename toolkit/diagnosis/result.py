@@ -197,7 +197,9 @@ class _Support:
     def _obstacle(self, strategy: Strategy) -> str:
         """Return why this machine cannot run a strategy on the fewest ranks that shard; empty if it can."""
         several = () if strategy.single_process else ("processes",)
-        if reason := self._failure(*several, *engine_for(strategy.sharding, strategy.tp).checks(strategy, self.device)):
+        if reason := self._failure(
+            *several, *engine_for(strategy.sharding, strategy.tp, strategy.pp).checks(strategy, self.device)
+        ):
             return reason
         ranks = strategy.least_ranks
         try:
