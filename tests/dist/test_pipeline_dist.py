@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from programs import python
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.dist
@@ -101,13 +99,12 @@ def gave(root: Path) -> Gave:
     }
 
 
-def assert_steps(result: dict[str, Any], reference: dict[str, Any], bf16: bool = False) -> None:
-    """bf16 products of other kernels' shapes round differently; fp32 ones by a few bits."""
+def assert_steps(result: dict[str, Any], reference: dict[str, Any]) -> None:
     for ours, theirs in zip(result["steps"], reference["steps"][-len(result["steps"]) :], strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-3 if bf16 else 1e-5)
-        assert ours[1] == pytest.approx(theirs[1], rel=5e-3 if bf16 else 5e-5)
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
         assert ours[2] == theirs[2]
-    assert result["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-3 if bf16 else 1e-5)
+    assert result["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PARITY)
@@ -117,7 +114,7 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, name: str) -> Non
     reference = gave[1, f"{model}, {rows_of(name)}, {precision}"]
     assert len(reference["steps"]) == 4
     assert any(step[1] > 1 for step in reference["steps"]), "the norm is clipped"
-    assert_steps(gave[count, name], reference, bf16=precision == "bf16")
+    assert_steps(gave[count, name], reference)
     assert gave[count, name]["exact"]
 
 

@@ -17,7 +17,6 @@ from toolkit.engines.pipeline.anatomy import anatomy, held, local_job, split
 from toolkit.engines.pipeline.schedules import idle_share, refuse, stages_per_rank
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import BUFFER, Shard
-from toolkit.engines.simulation import Simulation
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -54,6 +53,7 @@ class Pipeline(Engine):
     """`--pp N` with `none`. A rank's module has every name of the model; parameters of other ranks are on the meta device."""
 
     own_loop = PipelineLoop
+    no_forecast = "the stages of --pp have no forecast yet. `toolkit train` runs without one. Or choose --pp 1."
     prepares_pair = False
     wraps_model = False
     places_model = False
@@ -94,16 +94,6 @@ class Pipeline(Engine):
     def autocast_dtype(self, job: Job) -> str | None:
         """Return the inner engine's."""
         return self.inner.autocast_dtype(job)
-
-    def simulate_step(self, simulation: Simulation) -> None:
-        """Refuse: a stage's activations are not traced.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError(
-            f"pp {simulation.job.parallelism.pp} has no forecast yet. Train without one, or choose --pp 1."
-        )
 
     def compute_note(self, job: Job) -> str:
         """Add the schedule and the share of a step that a rank waits."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,28 +162,33 @@ def split(spec: ModelSpec, stages: int) -> list[tuple[int, int]]:
     return _balance(costs, tail, stages)
 
 
+EVENNESS = 8
+"""Power of the mean of the stages' costs that is made small: with a high one the largest counts most, and the others even out."""
+
+
 def _balance(costs: Sequence[int], tail: int, stages: int) -> list[tuple[int, int]]:
-    """Divide a row of costs into parts that each have at least one, with the smallest largest sum; the last has `tail` more."""
-    count, sums = len(costs), [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # By number of the last layers: the best largest sum with so many stages, and where the first of them ends.
-    best = [(sums[count] - sums[start] + tail, count) for start in range(count)]
-    cuts = [best]
+    """Divide a row of costs into parts of at least one each, the last with `tail` more, so that the largest is small."""
+    count, total, sums = len(costs), sum(costs) + tail, [0, *itertools.accumulate(costs)]
+    # (penalty of layers from `start` on, end of their first stage), for so many stages as were added.
+    level = [(((sums[count] - sums[start] + tail) / total) ** EVENNESS, count) for start in range(count)]
+    levels = [level]
     for left in range(2, stages + 1):
-        last = cuts[-1]
-        cuts.append(
-            [
-                min(((max(sums[end] - sums[start], last[end][0]), end) for end in range(start + 1, count - left + 2)),
-                    default=(2 * (sums[count] + tail), count))
-                for start in range(count)
-            ]
-        )  # fmt: skip
+        rest = level
+        level = [
+            min(
+                (
+                    (((sums[end] - sums[start]) / total) ** EVENNESS + rest[end][0], end)
+                    for end in range(start + 1, count - left + 2)
+                ),
+                default=(math.inf, count),
+            )
+            for start in range(count)
+        ]
+        levels.append(level)
     result, start = [], 0
-    for level in reversed(cuts):
-        end = level[start][1]
-        result.append((start, end))
-        start = end
+    for level in reversed(levels):
+        result.append((start, level[start][1]))
+        start = level[start][1]
     return result
 
 
