@@ -46,6 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.qwen3(root / "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
     gpt2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, **NO_DROPOUT}
     tiny._save("GPT2LMHeadModel", root / "gpt2", **gpt2)
+    tiny._save("GPT2LMHeadModel", root / "gpt2 with dropout", n_embd=64, n_layer=4, n_head=4)
     kinds = ["sliding_attention", "full_attention"] * 2
     gemma3 = {**tiny.TEXT, "num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8}
     tiny._save("Gemma3ForCausalLM", root / "gemma3", **gemma3)
@@ -83,6 +84,8 @@ def gave(root: Path) -> Gave:
             [
                 *parity(2),
                 cell("saved", "qwen3", {"pp": 2}, into="two", saves=[2], export="qwen3-exported"),
+                cell("dropout", "gpt2 with dropout", {"pp": 2}, into="d", saves=[2]),
+                cell("dropout, resumed", "gpt2 with dropout", {"pp": 2}, **{"from": "d/step-00000002"}),
                 cell("from one process", "qwen3", {"pp": 2, **INTERLEAVED}, **{"from": "one/step-00000002"}),
                 cell("to fsdp", "qwen3", {"sharding": "fsdp"}, **{"from": "two/step-00000002"}, into="f", saves=[3]),
                 cell("and back", "qwen3", {"pp": 2}, **{"from": "f/step-00000003"}, export="back-exported"),
@@ -99,12 +102,12 @@ def gave(root: Path) -> Gave:
     }
 
 
-def assert_steps(result: dict[str, Any], reference: dict[str, Any]) -> None:
+def assert_steps(result: dict[str, Any], reference: dict[str, Any], evaluated: float = 1e-5) -> None:
     for ours, theirs in zip(result["steps"], reference["steps"][-len(result["steps"]) :], strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
         assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
         assert ours[2] == theirs[2]
-    assert result["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-5)
+    assert result["evaluated"] == pytest.approx(reference["evaluated"], rel=evaluated)
 
 
 @pytest.mark.parametrize("name", PARITY)
@@ -114,7 +117,8 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, name: str) -> Non
     reference = gave[1, f"{model}, {rows_of(name)}, {precision}"]
     assert len(reference["steps"]) == 4
     assert any(step[1] > 1 for step in reference["steps"]), "the norm is clipped"
-    assert_steps(gave[count, name], reference)
+    # Weights that were stepped alike but for the last bits round to other bf16 values: an evaluation in bf16 sees 2^-9 of them.
+    assert_steps(gave[count, name], reference, evaluated=1e-4 if precision == "bf16" else 1e-5)
     assert gave[count, name]["exact"]
 
 
@@ -123,6 +127,11 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, name: str) -> Non
 )
 def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str) -> None:
     assert_steps(gave[count, name], gave[1, "qwen3, whole, None"])
+
+
+def test_each_stage_resumes_its_own_random_numbers(gave: Gave) -> None:
+    """The run that was never stopped and the resumed one are equal bit by bit, with dropout on both stages."""
+    assert gave[2, "dropout, resumed"]["steps"] == gave[2, "dropout"]["steps"][2:]
 
 
 @pytest.mark.parametrize(("name", "folder"), [("saved", "qwen3-exported"), ("and back", "back-exported")])

@@ -46,7 +46,10 @@ class PipelineLoop:
 
 
 def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
-    raise StrategyError(f"model(…): {OWN_LOOP}")
+    raise StrategyError(
+        "no rank of a pipeline holds the whole model, so neither a loop of your own nor `generate` can call it. Train by "
+        "`toolkit train`, generate from its export, or choose --pp 1."
+    )
 
 
 class Pipeline(Engine):
