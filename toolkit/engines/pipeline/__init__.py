@@ -14,7 +14,9 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.losses import with_trained
 from toolkit.engines.pipeline.anatomy import anatomy, held, local_job, split
+from toolkit.engines.pipeline.runtime import RUNTIMES, Runtime
 from toolkit.engines.pipeline.schedules import idle_share, refuse, stages_per_rank
+from toolkit.engines.pipeline.stages import drop
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import BUFFER, Shard
 
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-
-    from toolkit.engines.pipeline.runtime import Runtime
 
     Batch = Mapping[str, torch.Tensor]
 
@@ -111,8 +111,6 @@ class Pipeline(Engine):
 
     def load_model(self, job: Job, reader: Any) -> Any:
         """Read the model and keep this rank's layers; `reader` is a `loading.Reader`."""
-        from toolkit.engines.pipeline.stages import drop
-
         accelerator = reader.accelerator
         names = held(job, accelerator.process_index)
         model = reader.read(keep=lambda model: drop(model, names))
@@ -135,8 +133,6 @@ class Pipeline(Engine):
 
     def after_prepare(self, prepared: Prepared) -> None:
         """Cut the stages. The whole model's own forward is no longer of use. A collective."""
-        from toolkit.engines.pipeline.runtime import RUNTIMES, Runtime
-
         RUNTIMES[prepared.model] = Runtime(prepared)
         prepared.model.forward = _refuse_call
 
@@ -179,8 +175,6 @@ class Pipeline(Engine):
         import torch
         import torch.distributed as dist
 
-        from toolkit.engines.pipeline.runtime import RUNTIMES
-
         twice = {id(each) for runtime in RUNTIMES.values() if runtime.rank for each in runtime.tied}
         gradients = [parameter.grad for parameter in parameters if id(parameter) not in twice]
         norm = torch.nn.utils.get_total_norm([each for each in gradients if each is not None])
@@ -203,6 +197,4 @@ class Pipeline(Engine):
 
 
 def _runtime(prepared: Prepared) -> Runtime:
-    from toolkit.engines.pipeline.runtime import RUNTIMES
-
     return RUNTIMES[prepared.model]

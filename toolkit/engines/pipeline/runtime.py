@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import torch
-import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from toolkit.core.errors import DataError
 from toolkit.core.phases import phase
@@ -16,6 +12,10 @@ from toolkit.engines.pipeline.anatomy import anatomy, held
 from toolkit.engines.pipeline.schedules import schedule_class
 from toolkit.engines.pipeline.stages import Stage
 from toolkit.engines.records import Prepared
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.pipelining import PipelineStage
 
 RUNTIMES: WeakKeyDictionary[Any, Runtime] = WeakKeyDictionary()
 """Prepared model → its stages."""
@@ -26,6 +26,8 @@ class Runtime:
 
     def __init__(self, prepared: Prepared) -> None:
         """Cut the model. A collective: all ranks make the group of a tied weight's two holders."""
+        import torch.distributed as dist
+
         job = prepared.job
         assert job.spec is not None
         self._job, self._device = job, prepared.accelerator.device
@@ -54,8 +56,11 @@ class Runtime:
 
     def step(self, batches: Sequence[Mapping[str, Any]], weight: Callable[[], torch.Tensor], *, training: bool) -> Any:
         """Run forward and backward of all micro-batches. Return their loss sums; zeros where another rank has the last stage."""
+        import torch
+        import torch.distributed as dist
+
         for stage in self.stages:
-            stage.train(training)
+            stage.module.train(training)
             stage.batches, stage.sums = list(batches), []
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches, weight)
@@ -95,11 +100,16 @@ class Runtime:
         return self._schedules[key]
 
     def _pipeline_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
+        import torch
+        from torch.distributed.pipelining import PipelineStage
+
         dtype: torch.dtype = getattr(torch, self._job.weight_dtype)
         hidden = torch.empty((*shape, self._hidden), dtype=dtype, device="meta")
         given = torch.empty(1, dtype=torch.long, device="meta") if stage.is_first else hidden.requires_grad_()
         leaving = torch.empty((), device="meta") if stage.is_last else hidden.requires_grad_()
-        return PipelineStage(stage, stage.number, self._count, self._device, input_args=given, output_args=leaving)
+        return PipelineStage(
+            stage.module, stage.number, self._count, self._device, input_args=given, output_args=leaving
+        )
 
     def _weighted(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None
@@ -107,12 +117,15 @@ class Runtime:
 
     def forward(self, batch: Mapping[str, Any], *, training: bool, logits: bool = False) -> torch.Tensor:
         """Run one batch along all stages without gradients. Return the loss sum, or the logits, on every rank. A collective."""
+        import torch
+        import torch.distributed as dist
+
         hidden: torch.Tensor | None = None
         shape = (*batch["input_ids"].shape, self._hidden)
         mine = {stage.number: stage for stage in self.stages}
         with torch.no_grad():
             for number, stage in mine.items():
-                stage.train(training)
+                stage.module.train(training)
                 if number:
                     hidden = torch.empty(shape, dtype=getattr(torch, self._job.weight_dtype), device=self._device)
                     dist.recv(hidden, (number - 1) % self._pp)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
-
-import torch
-from torch import nn
 
 from toolkit.core.phases import phase
 from toolkit.engines.losses import loss_kind, loss_sum, with_trained
@@ -19,6 +16,9 @@ from toolkit.engines.upstream import masks_known_from
 from toolkit.models.hf_loading import set_tensor
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     Batch = Mapping[str, torch.Tensor]
 
 
@@ -30,66 +30,74 @@ class Relay:
         self.leaving: torch.Tensor | None = None
 
 
-class Passed(nn.Module):
-    """In the place of a module of another stage: returns its first input.
+def calling(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
+    """Return a module with a function as its forward, and with attributes: modules among them become its children."""
+    from torch import nn
 
-    The layer before a stage's first one returns the hidden states that the stage was sent, so whatever the model does before its
-    layers (scales, positions, dropout) counts once, on the first stage. The layer after its last one keeps those to send.
+    module = nn.Module()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    vars(module)["forward"] = forward
+    return module
+
+
+def passing(module: nn.Module, relay: Relay, *, returns: int = 0, role: str = "") -> nn.Module:
+    """Return what stands in the place of a module of another stage: it returns its first input.
+
+    The layer before a stage's first one (role `enter`) returns the hidden states that the stage was sent, so whatever the model
+    does before its layers (scales, positions, dropout) counts once, on the first stage. The layer after its last one (role
+    `leave`) keeps those to send. Attributes, such as a layer's kind of attention, stay: the model's forward may read them.
     """
 
-    def __init__(self, module: nn.Module, relay: Relay, *, returns: int = 0, role: str = "") -> None:
-        super().__init__()
-        object.__setattr__(self, "_module", module)  # not a child: it has no parameter here
-        self._relay, self._returns, self._role = relay, returns, role
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, such as a layer's kind of attention, which the model's forward may read."""
-        return getattr(vars(self)["_module"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else next(iter(kwargs.values()))
-        if self._role == "enter":
-            hidden = self._relay.entering
-        elif self._role == "leave":
-            self._relay.leaving = hidden
-        return (hidden, *[None] * (self._returns - 1)) if self._returns else hidden
+        if role == "enter":
+            hidden = relay.entering
+        elif role == "leave":
+            relay.leaving = hidden
+        return (hidden, *[None] * (returns - 1)) if returns else hidden
+
+    plain = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
+    return calling(forward, **plain)
 
 
-class Zeros(nn.Module):
-    """In the place of an embedding of another stage: adds nothing."""
+def adding_nothing(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return zero, in the place of an embedding of another stage."""
+    import torch
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros((), device=next(iter((*args, *kwargs.values()))).device)
+    return torch.zeros((), device=next(iter((*args, *kwargs.values()))).device)
 
 
-class Stage(nn.Module):
-    """Some layers of a model, called by torch's pipeline schedules with the hidden states and a micro-batch's number.
+class Stage:
+    """Some layers of a model. torch's pipeline schedules call its `module` with the hidden states and a micro-batch's number.
 
     It shares its modules with the whole model. Only those that hold a replaced one are copies.
     """
 
     def __init__(self, prepared: Prepared, parts: Anatomy, number: int, stages: list[tuple[int, int]]) -> None:
-        super().__init__()
         self.number, self.is_first, self.is_last = number, number == 0, number == len(stages) - 1
         self._job, self._relay = prepared.job, Relay()
         self._accelerator = prepared.accelerator
         self._kind = loss_kind(prepared.job, prepared.model)
         self.model = self._cut(prepared.accelerator.unwrap_model(prepared.model), parts, *stages[number])
+        self.module = calling(self.forward, model=self.model)
         self.batches: list[Batch] = []
         """A step's micro-batches on the host, with shifted labels."""
         self.sums: list[torch.Tensor] = []
         """The loss sums of those that the last stage has done."""
 
     def _cut(self, model: nn.Module, parts: Anatomy, first: int, end: int) -> Any:
+        from torch import nn
+
         replaced: dict[str, nn.Module] = {}
         for index in (*range(first), *range(end, parts.count)):
             name = f"{parts.layers}.{index}"
             role = {first - 1: "enter", end: "leave"}.get(index, "")
-            replaced[name] = Passed(model.get_submodule(name), self._relay, returns=parts.returns, role=role)
+            replaced[name] = passing(model.get_submodule(name), self._relay, returns=parts.returns, role=role)
         kept = (parts.before if self.is_first else set()) | (parts.after if self.is_last else set())
         for name in (parts.before | parts.after) - kept:
             module = model.get_submodule(name)
-            replaced[name] = Zeros() if isinstance(module, nn.Embedding) else Passed(module, Relay())
+            replaced[name] = calling(adding_nothing) if isinstance(module, nn.Embedding) else passing(module, Relay())
         return _copied(model, "", replaced)
 
     def forward(self, given: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -110,6 +118,8 @@ class Stage(nn.Module):
 
     def compute(self, batch: Batch, hidden: torch.Tensor | None, *, logits: bool = False) -> torch.Tensor:
         """Return hidden states, or on the last stage the loss sum; with `logits` the logits [b, s, vocabulary]."""
+        import torch
+
         relay, device = self._relay, self._accelerator.device
         with masks_known_from(batch), self._autocast():
             inputs = to_device(batch, device)
@@ -153,6 +163,9 @@ def _copied(module: nn.Module, path: str, replaced: Mapping[str, nn.Module]) -> 
 
 def drop(model: nn.Module, names: frozenset[str]) -> None:
     """Move the parameters of a model that are not in `names` to the meta device: their names and shapes stay."""
+    import torch
+    from torch import nn
+
     others: dict[int, nn.Parameter] = {}
     kept = {id(each) for name, each in model.named_parameters() if name in names}
     for name, each in list(model.named_parameters(remove_duplicate=False)):
