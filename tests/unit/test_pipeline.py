@@ -13,7 +13,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.pipeline import PipelineLoop
-from toolkit.engines.pipeline.anatomy import anatomy, held, split
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, split
 from toolkit.engines.pipeline.schedules import idle_share
 from toolkit.engines.resolution import resolve
 
@@ -123,7 +123,7 @@ def test_a_loop_of_the_users_own_is_refused() -> None:
 )
 def test_parts_are_found_by_the_order_of_calls(config: Any, layers: str, before: set[str], after: set[str]) -> None:
     """OPT's last norm is written before its layers, and runs after them."""
-    parts = anatomy(describe(config))
+    parts = anatomy_of(describe(config))
     assert (parts.layers, parts.count) == (layers, 4)
     assert (parts.before, parts.after) == (before, after)
 

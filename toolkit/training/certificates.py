@@ -95,7 +95,7 @@ def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | Non
     """
     spec = model if isinstance(model, ModelSpec) else describe(str(model))
     if strategy.tp * strategy.cp == 1:
-        raise StrategyError("guard: nothing is cut, tp and cp are 1. Give --tp N or --cp N.")
+        raise StrategyError("guard: tp and cp are 1, and a cut by pp is not checked yet. Give --tp N or --cp N.")
     return certify(resolve(strategy, TrainConfig(), spec, ranks or strategy.least_ranks, hardware("cpu").device))
 
 

@@ -13,7 +13,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.losses import with_trained
-from toolkit.engines.pipeline.anatomy import anatomy, held, local_job, split
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job, split
 from toolkit.engines.pipeline.runtime import RUNTIMES, Runtime
 from toolkit.engines.pipeline.schedules import idle_share, refuse, stages_per_rank
 from toolkit.engines.pipeline.stages import drop
@@ -188,7 +188,7 @@ class Pipeline(Engine):
         """Yield this rank's parameters, moments and those buffers that its stages use."""
         job = prepared.job
         assert job.spec is not None
-        parts = anatomy(job.spec)
+        parts = anatomy_of(job.spec)
         mine = {place for name in held(job, prepared.accelerator.process_index) for place in parts.places(name)}
         for shard in super().shards(prepared, create):
             places = set(parts.places(shard.name)) if shard.kind == BUFFER else set()

@@ -43,7 +43,7 @@ class Anatomy:
         return [-1] * (module in self.before) + [self.count] * (module in self.after)
 
 
-def anatomy(spec: ModelSpec) -> Anatomy:
+def anatomy_of(spec: ModelSpec) -> Anatomy:
     """Return the anatomy of a model, read once for each spec.
 
     Raises:
@@ -145,7 +145,7 @@ def split(spec: ModelSpec, stages: int) -> list[tuple[int, int]]:
     Raises:
         StrategyError: for more stages than layers.
     """
-    parts = anatomy(spec)
+    parts = anatomy_of(spec)
     if stages > parts.count:
         raise StrategyError(
             f"{stages} stages: {spec.architecture} has {parts.count} layers, and each stage holds at least one. "
@@ -195,7 +195,7 @@ def _balance(costs: Sequence[int], tail: int, stages: int) -> list[tuple[int, in
 def held(job: Job, rank: int) -> frozenset[str]:
     """Return the canonical names of the parameters that a rank holds; a tied one may be on two ranks."""
     assert job.spec is not None
-    stages, parts, pp = job.settings["stages"], anatomy(job.spec), job.parallelism.pp
+    stages, parts, pp = job.settings["stages"], anatomy_of(job.spec), job.parallelism.pp
     mine: set[int] = set()
     for number, (first, end) in enumerate(stages):
         if number % pp == job.coordinates(rank).pp:

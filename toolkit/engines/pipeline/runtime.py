@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from toolkit.core.errors import DataError
 from toolkit.core.phases import phase
-from toolkit.engines.pipeline.anatomy import anatomy, held
+from toolkit.engines.pipeline.anatomy import anatomy_of, held
 from toolkit.engines.pipeline.schedules import schedule_class
 from toolkit.engines.pipeline.stages import Stage
 from toolkit.engines.records import Prepared
@@ -34,7 +34,7 @@ class Runtime:
         self.rank, self._pp = prepared.accelerator.process_index, job.parallelism.pp
         cuts = list(job.settings["stages"])
         self._count = len(cuts)
-        parts = anatomy(job.spec)
+        parts = anatomy_of(job.spec)
         numbers = range(self.rank, self._count, self._pp)
         self.stages = [Stage(prepared, parts, number, cuts) for number in numbers]
         self._schedules: dict[tuple[int, ...], Any] = {}
