@@ -15,7 +15,13 @@ ROWS, SEQ_LEN, ACCUMULATION = 8, 24, 2
 
 
 def loader(
-    vocab: int, start: int, steps: int, dp_rank: int, dp_size: int, rows_are: str = "whole"
+    vocab: int,
+    start: int,
+    steps: int,
+    dp_rank: int,
+    dp_size: int,
+    rows_are: str = "whole",
+    accumulation: int = ACCUMULATION,
 ) -> Iterator[dict[str, Any]]:
     """This rank's micro-batches: the same rows a step on any number of ranks, each row with another number of labels.
 
@@ -36,8 +42,8 @@ def loader(
         if rows_are == "padded":
             columns["attention_mask"] = (places < SEQ_LEN - torch.arange(ROWS)[:, None]).long()
             labels[columns["attention_mask"] == 0] = -100
-        shape = (ACCUMULATION, dp_size, -1, SEQ_LEN)
-        for micro in range(ACCUMULATION):
+        shape = (accumulation, dp_size, -1, SEQ_LEN)
+        for micro in range(accumulation):
             yield {name: column.reshape(shape)[micro, dp_rank].contiguous() for name, column in columns.items()}
 
 
@@ -54,11 +60,12 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = (
         int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")) // (strategy.tp * strategy.cp),
+        int(os.environ.get("WORLD_SIZE", "1")) // (strategy.tp * strategy.cp * strategy.pp),
     )
-    micro = ROWS // ACCUMULATION // dp_size
+    accumulation = cell.get("accumulation", ACCUMULATION)
+    micro = ROWS // accumulation // dp_size
     train_config = TrainConfig(
-        steps=4, micro_batch=micro, accumulation=ACCUMULATION, seq_len=SEQ_LEN, lr=2e-3, warmup=1
+        steps=4, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
     ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
@@ -66,7 +73,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     start, saver = ranks.restored(cell, ours, schedule)
     dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
     loads: list[Any] = []
-    for step in train(ours, loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are), schedule, start=start):
+    batches = loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are, accumulation)
+    for step in train(ours, batches, schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])
         loads.append(step.experts)
         if step.step == start + 1:

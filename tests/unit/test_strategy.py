@@ -53,8 +53,7 @@ def test_what_cannot_be_is_said_with_the_fix(fields: dict[str, object], said: st
 
 @pytest.mark.parametrize(
     ("owner", "fields"),
-    [(Strategy, {name: 2}) for name in ("pp",)]
-    + [
+    [
         (Strategy, {"precision": "fp8"}),
         (Strategy, {"offload": "nvme"}),
         (Strategy, {"offload": "superoffload"}),

@@ -160,10 +160,13 @@ def restore(prepared: Prepared, schedule: Any, point: ResumePoint, identity: Ide
                 copy([(shard.box, value)], parts(shard))
         # Last, since restoring may draw random numbers. Additional data-parallel ranks take the stored states in turn.
         wrote = Parallelism(**manifest.parallelism)
-        dp_rank = prepared.job.coordinates(prepared.accelerator.process_index).dp_rank
+        rank = prepared.accelerator.process_index
+        dp_rank = prepared.job.coordinates(rank).dp_rank
+        # Stages of a pipeline draw for themselves. Under another layout they take the first stage's.
+        writer = rank if wrote == prepared.job.parallelism else wrote.first_rank(dp_rank % wrote.dp_size)
         try:
             _restore_schedule(schedule, manifest.schedule)
-            write_generators(stored.generators(wrote.first_rank(dp_rank % wrote.dp_size)))
+            write_generators(stored.generators(writer))
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path} is damaged: its schedule or its generators cannot be restored ({error}). Take another checkpoint."

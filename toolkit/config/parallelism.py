@@ -81,8 +81,8 @@ class Parallelism:
         return dp_rank * self.cp * self.tp
 
     def loss_ranks(self) -> range:
-        """Return one rank of each `tp` and `pp` group: together they have every token once."""
-        return range(0, self.ranks // self.pp, self.tp)
+        """Return one rank of each `tp` and `pp` group, of the last stage: together they have every token's loss once."""
+        return range(self.ranks - self.ranks // self.pp, self.ranks, self.tp)
 
 
 def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
@@ -134,8 +134,9 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
     }
     divides, rule, processes, other = rules[kind]
     if not divides:
+        choice = "" if strategy.pp > 1 else f"sharding {other!r}, or "
         raise StrategyError(
-            f"sharding {strategy.sharding!r} {rule}; got {count_ranks(data * product)}. Choose sharding {other!r}, or "
+            f"sharding {strategy.sharding!r} {rule}; got {count_ranks(data * product)}. Choose {choice}"
             f"{'1 process' if processes == 1 else f'{processes} processes'}."
         )
 

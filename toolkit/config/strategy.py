@@ -20,6 +20,7 @@ ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
 UNUSED_PARAMETERS = ("refuse", "find")
+PP_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -27,13 +28,10 @@ LATER: dict[str, tuple[str, ...]] = {
     "precision": ("fp8",),
     "optimizer": ("adamw8bit", "adafactor"),
 }
-"""Values that have a name already and no engine yet. Sizes above 1 of `LATER_SIZES` belong to them."""
+"""Values that have a name already and no engine yet."""
 
 BUCKETS = ("bucket_elements", "gather_bucket_elements")
 """Sizes of communication buffers."""
-
-LATER_SIZES = ("pp",)
-"""Dimensions that no engine has yet: no flag, and no help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +206,15 @@ class Strategy(Result):
         "ulysses: exchange heads; gather: all keys and values on each rank; auto: ulysses where cp divides the heads",
     )
     ep: int = amount(1, "expert parallelism: ranks that share the experts of each layer", least=1)
-    pp: int = amount(1, "", least=1)
+    pp: int = amount(1, "pipeline parallelism: ranks that each hold some layers; with none", least=1)
+    pp_schedule: str = choice(
+        "1f1b",
+        PP_SCHEDULES,
+        "order of a step's micro-batches, which are its accumulation; interleaved: several stages on each rank",
+    )
+    pp_stages_per_rank: int | None = amount(
+        None, "stages on each rank; open: 2 for interleaved, otherwise 1", needs="pp", least=1
+    )
     lora_rank: int = amount(16, "rank of the adapter's matrices", needs="adapter", least=1)
     lora_alpha: int | None = amount(
         None, "scale of the adapter times its rank; open: twice the rank", needs="adapter", least=1
@@ -223,9 +229,6 @@ class Strategy(Result):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
         validate(self)
-        for name in LATER_SIZES:
-            if getattr(self, name) > 1:
-                raise StrategyError(f"{name} {getattr(self, name)} is not available yet.")
         self._check_table()
 
     def _check_table(self) -> None:
@@ -267,7 +270,7 @@ class Strategy(Result):
         return ", ".join(
             [
                 self.sharding,
-                *(f"{name} {getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1),
+                *(f"{name} {getattr(self, name)}" for name in ("tp", "cp", "ep", "pp") if getattr(self, name) > 1),
             ]
         )
 

@@ -198,7 +198,8 @@ class _Support:
         """Return why this machine cannot run a strategy on the fewest ranks that shard; empty if it can."""
         several = () if strategy.single_process else ("processes",)
         if reason := self._failure(
-            *several, *engine_for(strategy.sharding, strategy.tp, strategy.ep).checks(strategy, self.device)
+            *several,
+            *engine_for(strategy.sharding, strategy.tp, strategy.ep, strategy.pp).checks(strategy, self.device),
         ):
             return reason
         ranks = strategy.least_ranks

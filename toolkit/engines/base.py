@@ -67,6 +67,10 @@ class Engine(OptimizerStep):
     """Whether gradients are reduced after every micro-batch."""
     wraps_model = True
     """Whether `prepare` wraps the model in another class."""
+    no_forecast = ""
+    """Why it has no forecast; empty where it has one."""
+    places_model = True
+    """Whether `prepare` moves the model to the device."""
     scales_on_cpu = False
     """Whether fp16 trains on a CPU that computes it. Accelerate's scaler is silently off there."""
     hides_every_backward = True

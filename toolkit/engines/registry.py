@@ -37,13 +37,15 @@ _transforms: dict[str, Transform] = {}
 """Registered transforms, by name."""
 
 
-def engine_for(sharding: str, tp: int = 1, ep: int = 1) -> Engine:
-    """Return the engine of a sharding; with tensor or expert parallelism, the mesh engine around it."""
+def engine_for(sharding: str, tp: int = 1, ep: int = 1, pp: int = 1) -> Engine:
+    """Return the engine of a sharding; with tensor or expert parallelism, the mesh around it; with stages, the pipeline."""
     name = SHARDINGS[sharding].engine
-    if tp == ep == 1:
+    if tp == ep == pp == 1:
         return _named(name)
-    key = f"mesh {name}"
-    if key not in _engines:
+    key = f"{'pipeline' if pp > 1 else 'mesh'} {name}"
+    if key not in _engines and pp > 1:
+        _engines[key] = importlib.import_module("toolkit.engines.pipeline").Pipeline(_named(name))
+    elif key not in _engines:
         _engines[key] = importlib.import_module("toolkit.engines.mesh").Mesh(_named(name), sharded=name != "ddp")
     return _engines[key]
 

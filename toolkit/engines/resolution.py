@@ -49,7 +49,7 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         spec=spec,
         parallelism=resolve_parallelism(strategy, ranks),
         device=device,
-        engine=engine_for(strategy.sharding, strategy.tp, strategy.ep),
+        engine=engine_for(strategy.sharding, strategy.tp, strategy.ep, strategy.pp),
     )
     transforms = tuple(transform for transform in all_transforms() if transform.settings(job) is not None)
     for transform in transforms:
@@ -61,7 +61,7 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
 
 def accelerate_config(strategy: Strategy, ranks: int, nodes: int = 1) -> dict[str, Any]:
     """Return Accelerate's config file for a strategy: its keys and values."""
-    return engine_for(strategy.sharding, strategy.tp, strategy.ep).to_yaml(strategy, ranks, nodes)
+    return engine_for(strategy.sharding, strategy.tp, strategy.ep, strategy.pp).to_yaml(strategy, ranks, nodes)
 
 
 def default_ranks(strategy: Strategy, hardware: Hardware) -> int:

@@ -297,6 +297,8 @@ def distributed_shards(
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:  # on another rank's stage
+            continue
         shape = tuple(parameter.shape)
         box = whole_box(shape)
         if isinstance(parameter, DTensor):
@@ -311,15 +313,19 @@ def distributed_shards(
 
 
 def holds_parts(model: torch.nn.Module) -> bool:
-    """Return whether this rank holds parts of parameters: DTensors, or ZeRO-3's parameters that are not gathered now."""
+    """Return whether this rank holds parts: DTensors, ZeRO-3's parameters that are not gathered now, or some stages alone."""
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(item, DTensor) or item.numel() < getattr(item, "ds_numel", 0) for item in model.parameters())
+    return any(
+        isinstance(item, DTensor) or item.is_meta or item.numel() < getattr(item, "ds_numel", 0)
+        for item in model.parameters()
+    )
 
 
 def measured_distributed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reduce: str = "") -> StateMemory:
     """Measure the local shards of DTensors, plain parameters whole, and the optimizer's state."""
-    tensors = ((local_tensor(parameter), parameter.requires_grad) for parameter in model.parameters())
+    held = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    tensors = ((local_tensor(parameter), parameter.requires_grad) for parameter in held)
     return measured_state(tensors, optimizer, reduce=reduce)
 
 

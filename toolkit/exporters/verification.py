@@ -257,7 +257,7 @@ def single_process_job(spec: ModelSpec, strategy: Strategy, train_config: TrainC
         spec=spec,
         parallelism=parallelism,
         device=device,
-        engine=engine_for(strategy.sharding, strategy.tp, strategy.ep),
+        engine=engine_for(strategy.sharding, strategy.tp, strategy.ep, strategy.pp),
     )
 
 

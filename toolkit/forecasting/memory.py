@@ -38,7 +38,9 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
 
     Raises:
         MissingLibrary: for an adapter that cannot be traced without its library.
+        StrategyError: for an engine without a forecast.
     """
+    check_forecast(job.engine)
     strategy = job.strategy
     assert job.spec is not None, "a forecast needs a model"
     require_adapter(strategy)
@@ -55,6 +57,16 @@ def traced(job: Job, *, masked: bool, others: bool = False) -> Trace:
         **{config: trace_of(job.spec, config, batch=batch, seq_len=length) for config in rest},
     }
     return dataclasses.replace(first_trace, others=tuple(traces[config] for config in configs[1:]))
+
+
+def check_forecast(engine: Engine) -> None:
+    """Refuse an engine without a forecast.
+
+    Raises:
+        StrategyError: with its reason.
+    """
+    if engine.no_forecast:
+        raise StrategyError(f"no forecast: {engine.no_forecast}")
 
 
 def trace_configs(job: Job, *, masked: bool) -> list[TraceConfig]:

@@ -20,7 +20,9 @@ from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import format_bytes
 from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import accelerate_config
+from toolkit.forecasting.memory import check_forecast
 from toolkit.forecasting.prediction import CPU_NOTE, check_type
 from toolkit.forecasting.reasons import EQUAL, why_faster
 from toolkit.forecasting.search import ALTERNATIVE_FIELDS, OFFLOADED, Candidate, Search, find_alternatives
@@ -296,6 +298,7 @@ def plan(
 
 
 def _check_request(search: Search, vary: Collection[str], allow_unquantized: bool) -> None:
+    check_forecast(engine_for(search.strategy.sharding, pp=search.strategy.pp))
     global_batch, data = search.global_batch, search.data_ranks
     if not isinstance(global_batch, int):
         raise StrategyError(f"global_batch {global_batch!r}: expected int. Choose {data}.")

@@ -20,7 +20,7 @@ from toolkit.engines.resolution import default_ranks, resolve
 from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import SOURCES, context_memory, replay, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, check_forecast, context_memory, replay, traced, whole_step
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import MARGIN, Forecast
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
@@ -201,7 +201,11 @@ def fastest_checkpointing(job: Job, machine: Hardware, **options: Any) -> Job | 
     """Return the job with the fastest activation checkpointing that leaves 5% of the memory, or None where none does.
 
     `options` are those of `forecast_job`. Policies are tried in the order of their time, so most jobs need one trace.
+
+    Raises:
+        StrategyError: for an engine without a forecast.
     """
+    check_forecast(job.engine)
     for policy in FASTEST:
         with contextlib.suppress(ToolkitError):
             strategy = dataclasses.replace(job.strategy, activation_checkpointing=policy)

@@ -216,6 +216,7 @@ class AuditedPrepare(OwnLoop):
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as Accelerate does. A model distributed while loading gets autocast, and no DDP around it."""
         unwrapped = evaluation_mode or not self.job.engine.wraps_model
+        device_placement = device_placement if self.job.engine.places_model else False
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=unwrapped)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:

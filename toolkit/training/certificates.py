@@ -95,7 +95,9 @@ def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | Non
     """
     spec = model if isinstance(model, ModelSpec) else describe(str(model))
     if strategy.tp * strategy.cp * strategy.ep == 1:
-        raise StrategyError("guard: nothing is cut, tp, cp and ep are 1. Give --tp N, --cp N or --ep N.")
+        raise StrategyError(
+            "guard: tp, cp and ep are 1, and stages of --pp are not checked yet. Give --tp N, --cp N or --ep N."
+        )
     return certify(resolve(strategy, TrainConfig(), spec, ranks or strategy.least_ranks, hardware("cpu").device))
 
 

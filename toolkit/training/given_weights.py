@@ -85,6 +85,7 @@ def _is_whole(parameter: Any) -> bool:
     """Return whether this rank holds all values of a parameter."""
     return not (
         is_deferred(parameter)
+        or parameter.is_meta
         or hasattr(parameter, "device_mesh")
         or (hasattr(parameter, "ds_shape") and not parameter.numel())
     )

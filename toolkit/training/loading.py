@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.config.tables import ATTENTIONS
@@ -119,8 +120,11 @@ class Reader:
             "trust_remote_code": self.spec.runs_code,
         }
 
-    def read(self, **options: Any) -> PreTrainedModel:
-        """Read the whole model on this rank; `options` go to `from_pretrained`. A missing weight is an error."""
+    def read(self, *, keep: Callable[[Any], None] = lambda model: None, **options: Any) -> PreTrainedModel:
+        """Read the whole model on this rank; `options` go to `from_pretrained`. A missing weight is an error.
+
+        `keep` drops from the model what this rank does not hold, while its weights are still views of the file on a CPU.
+        """
         if self.spec.quantization == NF4:
             raise ModelError(
                 f"model {self.spec.name!r}: its files hold packed weights in a form that is not known, expected nf4 in blocks "
@@ -157,6 +161,7 @@ class Reader:
         # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
         used = [conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()]
         self._complete(model, _conversions(model) if self.spec.quantization else used)  # dequantized: saved whole
+        keep(model)
         if self.job.device.kind == "cpu":
             _copy_from_file(model)
         return cast("PreTrainedModel", model)

@@ -97,8 +97,7 @@ def evaluate(prepared: Prepared, loader: Iterable[Batch], stop: Callable[[], boo
     prepared.model.train()
     if stopped:
         return None
-    coordinates = job.coordinates(accelerator.process_index)
-    if coordinates.tp or coordinates.pp:  # another rank of the group counts the same rows
+    if accelerator.process_index not in job.parallelism.loss_ranks():  # another rank of the group counts the same rows
         sums.zero_()
     total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     return float(total / tokens) if tokens else math.nan

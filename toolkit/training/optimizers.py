@@ -17,7 +17,7 @@ def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: 
     """Return the optimizer of the trained parameters.
 
     Args:
-        model: with all its parameters.
+        model: with all its parameters; those on the meta device are another rank's.
         train_config: names the optimizer, and its numbers.
         fused: use torch's fused kernels, which need no temporaries. Not under fp16's GradScaler: Accelerate sees a skipped
             step only where it does not call the optimizer.
@@ -25,7 +25,7 @@ def make_optimizer(model: torch.nn.Module, train_config: TrainConfig, *, fused: 
     import torch
 
     assert train_config.lr is not None, "a resolved TrainConfig has a learning rate"
-    groups = by_mesh(parameter for parameter in model.parameters() if parameter.requires_grad)
+    groups = by_mesh(each for each in model.parameters() if each.requires_grad and not each.is_meta)
     optimizer_class = getattr(torch.optim, OPTIMIZERS[train_config.optimizer].torch)
     optimizer: torch.optim.Optimizer = optimizer_class(
         [{"params": group} for group in groups],

@@ -250,12 +250,12 @@ def check_trackers(names: str | None) -> list[str]:
 def launched(environ: Mapping[str, str], requested: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the fields of Strategy that the launch environment sets; none without `accelerate launch`.
 
-    The engine of the requested `sharding`, `tp` and `ep` reads the environment first: another may be launched in the same way.
+    The engine of the requested sharding and degrees reads the environment first: another may be launched in the same way.
     """
     launched_strategy: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
-    fields = {"tp": 1, "cp": 1, "ep": 1} | launched_strategy | dict(requested or {})
-    sharding, tp, ep = fields.get("sharding"), fields["tp"], fields["ep"]
-    first = [engine_for(sharding or "none", tp, ep)] if sharding or tp * ep > 1 else []
+    fields = {"tp": 1, "cp": 1, "ep": 1, "pp": 1} | launched_strategy | dict(requested or {})
+    sharding, degrees = fields.get("sharding"), [fields[name] for name in ("tp", "ep", "pp")]
+    first = [engine_for(sharding or "none", *degrees)] if sharding or max(degrees) > 1 else []
     for engine in (*first, *all_engines()):
         bound = engine.from_env(environ)
         if bound is not None:
@@ -318,8 +318,12 @@ def _merge(owner: type[T], fields: Mapping[str, Any], bound: Mapping[str, Any]) 
 
 
 def seed_everything(accelerator: Accelerator) -> None:
-    """Seed this rank's generators from the job's seed and its data-parallel rank: ranks with the same rows draw alike."""
+    """Seed this rank's generators from the job's seed, its data-parallel rank and its stage.
+
+    Ranks with the same rows and layers draw alike.
+    """
     from accelerate.utils import set_seed
 
     job = job_of(accelerator)
-    set_seed(job.train_config.seed + job.coordinates(accelerator.process_index).dp_rank)
+    place = job.coordinates(accelerator.process_index)
+    set_seed(job.train_config.seed + place.dp_rank + job.parallelism.dp_size * place.pp)

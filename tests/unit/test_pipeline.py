@@ -1,0 +1,163 @@
+"""Pipelines without ranks: refusals, where models are cut, the balance of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from toolkit import StrategyError, describe, forecast, plan
+from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import TrainConfig
+from toolkit.devices.machine import hardware
+from toolkit.engines.job import Job
+from toolkit.engines.pipeline import PipelineLoop
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, split
+from toolkit.engines.pipeline.schedules import idle_share
+from toolkit.engines.resolution import resolve
+
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA = transformers.LlamaConfig(**SHAPE, intermediate_size=128, vocab_size=256)
+EMPTY_LAYERS: dict[str, Any] = {
+    "vocab_size_per_layer_input": 256,
+    "vocab_size": 256,
+    "intermediate_size": 64,
+    "num_kv_shared_layers": 0,
+}
+
+
+def job(config: Any = LLAMA, ranks: int | None = None, accumulation: int = 4, **fields: Any) -> Job:
+    strategy = Strategy(**{"pp": 2, **fields})
+    train_config = TrainConfig(seq_len=64, accumulation=accumulation)
+    return resolve(strategy, train_config, describe(config), ranks or strategy.pp, hardware("8x cpu").device)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sharding": "ddp"}, ("sharding 'ddp'", "pp 2", "sharding none")),
+        ({"sharding": "fsdp"}, ("sharding 'fsdp'", "pp 2", "sharding none")),
+        ({"sharding": "zero1"}, ("sharding 'zero1'", "pp 2", "sharding none")),
+        ({"sharding": "zero3"}, ("sharding 'zero3'", "pp 2", "sharding none")),
+        ({"adapter": "lora"}, ("adapter 'lora'", "adapter none")),
+        ({"adapter": "qlora"}, ("adapter 'qlora'", "adapter none")),
+        ({"precision": "fp16"}, ("precision 'fp16'", "bf16")),
+        ({"tp": 2, "ranks": 4}, ("--tp", "pp 2")),
+        ({"cp": 2, "ranks": 4}, ("--cp", "pp 2")),
+        ({"compile": True}, ("--compile", "pp 2")),
+        ({"ranks": 4}, ("4 ranks", "Choose 2 processes")),
+        ({"ranks": 3}, ("pp 2", "3 ranks", "multiple of 2")),
+        ({"accumulation": 1}, ("accumulation 1", "'1f1b'", "--accumulation 2", "gpipe")),
+        ({"accumulation": 5, "pp_schedule": "interleaved"}, ("accumulation 5", "multiple of 2", "--accumulation 6")),
+        ({"pp_schedule": "interleaved", "pp_stages_per_rank": 1}, ("pp_stages_per_rank 1", "at least 2")),
+        ({"pp_stages_per_rank": 2}, ("pp_stages_per_rank 2", "interleaved")),
+        ({"pp": 5, "accumulation": 5}, ("5 stages", "4 layers")),
+        ({"config": transformers.T5Config(d_model=64, num_layers=1)}, ("T5", "causal")),
+        (
+            {"config": transformers.Gemma3nTextConfig(**SHAPE, num_key_value_heads=2, head_dim=16, **EMPTY_LAYERS)},
+            ("Gemma3n", "hidden states"),
+        ),
+        (
+            {
+                "config": transformers.MixtralConfig(
+                    **SHAPE, num_key_value_heads=2, vocab_size=256, output_router_logits=True
+                )
+            },
+            ("Mixtral", "output_router_logits"),
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(StrategyError) as refused:
+        job(**fields)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_each_schedule_takes_its_own_numbers_of_micro_batches(schedule: str) -> None:
+    """1F1B fills the pipeline once; rounds of an interleaved one are equally long, as torch's classes require."""
+    for pp, count in ((2, 3), (2, 4), (2, 5), (4, 3), (4, 6), (4, 10), (4, 11)):
+        rounds = max(1, count // pp)
+        able = {"gpipe": True, "1f1b": count >= pp, "interleaved": count >= pp and count % rounds == 0}[schedule]
+        config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 8}, vocab_size=256)
+        if able:
+            assert job(config, pp=pp, accumulation=count, pp_schedule=schedule).settings["schedule"] == schedule
+        else:
+            with pytest.raises(StrategyError, match=f"accumulation {count}"):
+                job(config, pp=pp, accumulation=count, pp_schedule=schedule)
+
+
+def test_forecast_and_plan_say_that_there_is_none() -> None:
+    request: Any = (describe(LLAMA), Strategy(pp=2), "2x cpu")
+    with pytest.raises(StrategyError, match="no forecast: the stages of --pp"):
+        forecast(*request, TrainConfig(seq_len=64, accumulation=4))
+    with pytest.raises(StrategyError, match="no forecast: the stages of --pp"):
+        plan(request[0], request[2], strategy=request[1], global_batch=8, seq_len=64)
+
+
+def test_a_loop_of_the_users_own_is_refused() -> None:
+    with pytest.raises(StrategyError, match="loop of your own"):
+        PipelineLoop().backward(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "before", "after"),
+    [
+        (LLAMA, "model.layers", {"model.embed_tokens"}, {"model.norm", "lm_head"}),
+        (
+            transformers.OPTConfig(**SHAPE, ffn_dim=64, vocab_size=256, word_embed_proj_dim=32),
+            "model.decoder.layers",
+            {"model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in"},
+            {"model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"},
+        ),
+        (
+            transformers.BloomConfig(hidden_size=64, n_layer=4, n_head=4, vocab_size=256),
+            "transformer.h",
+            {"transformer.word_embeddings", "transformer.word_embeddings_layernorm"},
+            {"transformer.ln_f", "lm_head"},
+        ),
+    ],
+    ids=["llama", "opt", "bloom"],
+)
+def test_parts_are_found_by_the_order_of_calls(config: Any, layers: str, before: set[str], after: set[str]) -> None:
+    """OPT's last norm is written before its layers, and runs after them."""
+    parts = anatomy_of(describe(config))
+    assert (parts.layers, parts.count) == (layers, 4)
+    assert (parts.before, parts.after) == (before, after)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_is_on_one_rank_and_tied_ones_on_two(schedule: str, tied: bool) -> None:
+    config = transformers.LlamaConfig(**SHAPE, vocab_size=256, tie_word_embeddings=tied)
+    made = job(config, pp_schedule=schedule)
+    assert made.spec is not None
+    ranks = [held(made, rank) for rank in range(2)]
+    names = {parameter.name for parameter in made.spec.parameters}
+    assert ranks[0] | ranks[1] == names
+    assert ranks[0] & ranks[1] == ({"model.embed_tokens.weight"} if tied else set())
+    states = [made.engine.expected_state(made, rank).trainable for rank in range(2)]
+    twice = 4 * 256 * 64 if tied else 0
+    assert sum(states) == 4 * made.spec.elements + twice
+
+
+def test_stages_are_balanced_by_layers_and_head() -> None:
+    """A head of six layers' elements: the last stage gets fewer layers, and no cut has a smaller largest stage."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=128, vocab_size=4096
+    )
+    spec = describe(config)
+    stages = split(spec, 4)
+    assert [first for first, _ in stages] == [0, *(end for _, end in stages[:-1])]
+    assert stages[-1][1] == 12
+    sizes = [end - first for first, end in stages]
+    assert sizes[-1] == 1
+    assert max(sizes) - min(sizes[:-1]) <= 1
+
+
+def test_the_idle_share_is_the_formula() -> None:
+    assert idle_share(job(accumulation=4)) == pytest.approx(1 / 5)
+    assert idle_share(job(accumulation=4, pp_schedule="interleaved")) == pytest.approx(1 / 9)
+    assert idle_share(job(accumulation=1, pp_schedule="gpipe")) == pytest.approx(1 / 2)

@@ -1,0 +1,221 @@
+"""Where a model can be cut into stages: its layers in order, and which modules run before and after them.
+
+All of it is read off the order of calls in one forward of a twin without memory, and off no attribute of a class.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.core.errors import StrategyError
+from toolkit.engines.job import Job
+from toolkit.engines.upstream import masks_known_from
+from toolkit.models import ModelSpec
+from toolkit.models.hf_loading import auto_class, quiet_bars
+from toolkit.models.structure import module_lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """The parts of a model in the order of its forward. Names are of modules."""
+
+    layers: str
+    """The list of layers."""
+    count: int
+    returns: int
+    """Values of the tuple that a layer returns; 0 where it returns the hidden states alone."""
+    before: frozenset[str]
+    """Modules with parameters of their own that run before the layers, such as embeddings."""
+    after: frozenset[str]
+    """Those that run after them: the last norm and the head."""
+
+    def places(self, parameter: str) -> list[int]:
+        """Return the layer of a parameter; -1 for one before all layers, `count` for one after them."""
+        module = parameter.rpartition(".")[0]
+        if module.startswith(f"{self.layers}."):
+            return [int(module.removeprefix(f"{self.layers}.").partition(".")[0])]
+        return [-1] * (module in self.before) + [self.count] * (module in self.after)
+
+
+def anatomy_of(spec: ModelSpec) -> Anatomy:
+    """Return the anatomy of a model, read once for each spec.
+
+    Raises:
+        StrategyError: for a model that does not pass its hidden states from layer to layer, naming what does not fit.
+    """
+    cache: dict[str, Anatomy] = vars(spec).setdefault("_anatomy", {})
+    if "" not in cache:
+        cache[""] = _read(spec)
+    return cache[""]
+
+
+def _refuse(spec: ModelSpec, why: str) -> StrategyError:
+    return StrategyError(f"--pp does not run {spec.architecture}: {why}. Choose --pp 1 with sharding 'fsdp'.")
+
+
+def _twin(spec: ModelSpec) -> Any:
+    """Build the model on the meta device. Kernels of experts take bf16 alone."""
+    import torch
+    from transformers import AutoConfig
+
+    values = copy.deepcopy(spec.config)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"), quiet_bars(shown=False):
+        model = auto_class(spec).from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    return model.eval()
+
+
+def _read(spec: ModelSpec) -> Anatomy:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves
+
+    if spec.kind != "causal" or spec.frozen or spec.runs_code:
+        raise _refuse(spec, "only causal models of text alone, of classes in transformers, run so far")
+    model = _twin(spec)
+    lists = [
+        each for each in module_lists(model) if all(type(layer).__name__ in spec.blocks for layer in each[1].children())
+    ]
+    if not lists:
+        raise _refuse(spec, "it has no list of layers")
+    name, stack = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    layers = list(stack.children())
+    calls: list[tuple[str, int]] = []  # (module, -1), and (layer's beginning or end, its place)
+    passed: list[Any] = []  # the hidden states at the beginning and the end of each layer
+    returns: set[int] = set()
+    others: list[Any] = []  # what layers take besides hidden states
+
+    def begins(index: int, args: Any, kwargs: Any) -> None:
+        calls.append(("begin", index))
+        rest = dict(kwargs)
+        passed.append(args[0] if args else rest.pop("hidden_states", None))
+        others.extend(tree_leaves((args[1:], rest)))
+
+    def ends(index: int, output: Any) -> None:
+        calls.append(("end", index))
+        returns.add(len(output) if isinstance(output, tuple) else 0)
+        passed.append(output[0] if isinstance(output, tuple) else output)
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda _, a, k, i=index: begins(i, a, k), with_kwargs=True)
+        layer.register_forward_hook(lambda _, a, output, i=index: ends(i, output))
+    outside = {
+        other: module
+        for other, module in model.named_modules()
+        if any(each is not None for each in module._parameters.values()) and not other.startswith(f"{name}.")
+    }
+    for other, module in outside.items():
+        module.register_forward_pre_hook(lambda _, a, n=other: calls.append((n, -1)))
+    with FakeTensorMode(allow_non_fake_inputs=True), masks_known_from({}), torch.enable_grad():
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        model(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+    order = [call for call in calls if call[1] >= 0]
+    if order != [(word, index) for index in range(len(layers)) for word in ("begin", "end")] or len(returns) != 1:
+        raise _refuse(spec, f"its forward does not call the layers of {name} one after the other")
+    if any(passed[2 * i + 1] is not passed[2 * i + 2] for i in range(len(layers) - 1)):
+        raise _refuse(spec, f"it changes the hidden states between two layers of {name}")
+    if any(getattr(each, "requires_grad", False) for each in others) or passed[0].shape != (1, 2, spec.hidden):
+        raise _refuse(spec, "its layers pass more than one row of hidden states on")
+    if any(tied.startswith(f"{name}.") for group in spec.tied for tied in group):
+        raise _refuse(spec, "its layers share parameters")
+    first, last = calls.index(order[0]), calls.index(order[-1])
+    before, after = ({call[0] for call in part if call[1] < 0} for part in (calls[:first], calls[last:]))
+    between = {call[0] for call in calls[first:last] if call[1] < 0}
+    holders = {other for other in outside if f"{name}.".startswith(f"{other}." if other else "")}
+    for other in outside:
+        if other in between | holders or other not in before | after:
+            raise _refuse(spec, f"no stage can hold {other or 'the parameters of the model itself'}")
+    return Anatomy(
+        layers=name, count=len(layers), returns=returns.pop(), before=frozenset(before), after=frozenset(after)
+    )
+
+
+def split(spec: ModelSpec, stages: int) -> list[tuple[int, int]]:
+    """Return the layers (first, end) of each stage: the slowest stage is as fast as can be.
+
+    A stage's time is taken for the elements of its matrices, the head's among them. A lookup costs nothing.
+
+    Raises:
+        StrategyError: for more stages than layers.
+    """
+    parts = anatomy_of(spec)
+    if stages > parts.count:
+        raise StrategyError(
+            f"{stages} stages: {spec.architecture} has {parts.count} layers, and each stage holds at least one. "
+            f"Choose --pp times --pp-stages-per-rank of at most {parts.count}."
+        )
+    costs, tail = [0] * parts.count, 0
+    for parameter in spec.parameters:
+        for place in parts.places(parameter.name):
+            if 0 <= place < parts.count:
+                costs[place] += parameter.elements
+    tied = {name: group[0] for group in spec.tied for name in group}
+    shapes = {parameter.name: parameter.elements for parameter in spec.parameters}
+    tail = sum(shapes.get(tied.get(f"{module}.weight", f"{module}.weight"), 0) for module in parts.after)
+    return _balance(costs, tail, stages)
+
+
+EVENNESS = 8
+"""Power of the mean of the stages' costs that is made small: with a high one the largest counts most, and the others even out."""
+
+
+def _balance(costs: Sequence[int], tail: int, stages: int) -> list[tuple[int, int]]:
+    """Divide a row of costs into parts of at least one each, the last with `tail` more, so that the largest is small."""
+    count, total, sums = len(costs), sum(costs) + tail, [0, *itertools.accumulate(costs)]
+    # (penalty of layers from `start` on, end of their first stage), for so many stages as were added.
+    level = [(((sums[count] - sums[start] + tail) / total) ** EVENNESS, count) for start in range(count)]
+    levels = [level]
+    for left in range(2, stages + 1):
+        rest = level
+        level = [
+            min(
+                (
+                    (((sums[end] - sums[start]) / total) ** EVENNESS + rest[end][0], end)
+                    for end in range(start + 1, count - left + 2)
+                ),
+                default=(math.inf, count),
+            )
+            for start in range(count)
+        ]
+        levels.append(level)
+    result, start = [], 0
+    for level in reversed(levels):
+        result.append((start, level[start][1]))
+        start = level[start][1]
+    return result
+
+
+def held(job: Job, rank: int) -> frozenset[str]:
+    """Return the canonical names of the parameters that a rank holds; a tied one may be on two ranks."""
+    assert job.spec is not None
+    stages, parts, pp = job.settings["stages"], anatomy_of(job.spec), job.parallelism.pp
+    mine: set[int] = set()
+    for number, (first, end) in enumerate(stages):
+        if number % pp == job.coordinates(rank).pp:
+            mine.update(range(first, end))
+            mine.update([-1] * (number == 0) + [parts.count] * (number == len(stages) - 1))
+    groups = {name: group for group in job.spec.tied for name in group}
+    return frozenset(
+        parameter.name
+        for parameter in job.spec.parameters
+        if any(mine.intersection(parts.places(name)) for name in groups.get(parameter.name, (parameter.name,)))
+    )
+
+
+def local_job(job: Job, rank: int) -> Job:
+    """Return the job with the parameters that a rank holds."""
+    assert job.spec is not None
+    cache: dict[Any, ModelSpec] = vars(job.spec).setdefault("_stage_specs", {})
+    key = job.parallelism.pp, tuple(job.settings["stages"]), rank
+    if key not in cache:
+        names = held(job, rank)
+        parameters = tuple(parameter for parameter in job.spec.parameters if parameter.name in names)
+        cache[key] = dataclasses.replace(job.spec, parameters=parameters)
+    return dataclasses.replace(job, spec=cache[key])
