@@ -83,7 +83,7 @@ class RunConfig:
     """On CUDA measuring costs nothing and is always on."""
     allow_unquantized: bool = amount(False, "QLoRA with most weights unquantized")
     """Where large embeddings stay in the compute dtype, and under `qlora8` fused experts."""
-    guard: bool = amount(True, "with tp, cp or ep, compare a small copy with one process first")
+    guard: bool = amount(True, "with tp, cp, ep or pp, compare a small copy with one process first")
     """Of a cut over ranks: two steps of a few narrow layers, on CPU ranks, before the run starts."""
     save: bool = amount(True, "save and check the trained model at the end")
     """Into the run's folder, `export/`."""

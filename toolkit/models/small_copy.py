@@ -27,13 +27,14 @@ FIXED = {
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def shrink(spec: ModelSpec, unit: int, ep: int = 1) -> Any:
-    """Return a transformers config of the model's class with at most 4 layers and a hidden size from 64 on.
+def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
+    """Return a transformers config of the model's class with few layers and a hidden size from 64 on.
 
     Args:
         spec: a causal language model.
         unit: ranks that share the heads. Where these divide the model's heads, they divide the copy's.
         ep: ranks that share the experts.
+        stages: of a pipeline, which need a layer each.
     """
     from transformers import AutoConfig
 
@@ -44,7 +45,7 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1) -> Any:
     width = max(8, HIDDEN // heads)
     depth = text.num_hidden_layers
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
-    layers = min(depth, LAYERS)
+    layers = min(depth, max(LAYERS, stages))
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(text, name, 0.0)  # each rank draws masks of its own

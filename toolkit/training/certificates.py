@@ -87,18 +87,17 @@ def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | Non
 
     Args:
         model: a Hub id, a folder, or what `describe` returned.
-        strategy: with `tp`, `cp` or `ep`. The copy runs in fp32 without offload.
+        strategy: with `tp`, `cp`, `ep` or `pp`. The copy runs in fp32 without offload.
         ranks: of the planned run; by default the fewest on which every degree does something.
 
     Raises:
         StrategyError: for a strategy that cuts nothing, a model that has no small copy, and a copy that does not run.
     """
     spec = model if isinstance(model, ModelSpec) else describe(str(model))
-    if strategy.tp * strategy.cp * strategy.ep == 1:
-        raise StrategyError(
-            "guard: tp, cp and ep are 1, and stages of --pp are not checked yet. Give --tp N, --cp N or --ep N."
-        )
-    return certify(resolve(strategy, TrainConfig(), spec, ranks or strategy.least_ranks, hardware("cpu").device))
+    if strategy.tp * strategy.cp * strategy.ep * strategy.pp == 1:
+        raise StrategyError("guard: nothing is cut. Give --tp N, --cp N, --ep N or --pp N.")
+    train_config = TrainConfig(accumulation=2 * strategy.pp)
+    return certify(resolve(strategy, train_config, spec, ranks or strategy.least_ranks, hardware("cpu").device))
 
 
 def certify(job: Job) -> Certificate:
@@ -113,7 +112,7 @@ def certify(job: Job) -> Certificate:
     )  # fmt: skip
     ranks = min(given.least_ranks, job.ranks)
     try:
-        config = shrink(job.spec, sizes.tp * sizes.cp, sizes.ep)
+        config = shrink(job.spec, sizes.tp * sizes.cp, sizes.ep, stages=len(job.settings.get("stages", ())))
     except (AttributeError, TypeError, ValueError) as error:
         raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
     request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}
@@ -143,7 +142,7 @@ def guarded(preflight: Preflight, run_config: RunConfig) -> Preflight:
         StrategyError: where the cut does not compute what one process computes.
     """
     sizes = preflight.job.parallelism
-    if not run_config.guard or sizes.tp * sizes.cp * sizes.ep == 1:
+    if not run_config.guard or sizes.tp * sizes.cp * sizes.ep * sizes.pp == 1:
         return preflight
     certificate = certify(preflight.job)
     figures = f"losses {certificate.loss_difference:.0e} and gradient norms {certificate.norm_difference:.0e}"

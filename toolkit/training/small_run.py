@@ -28,8 +28,11 @@ from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator as make
 from toolkit.training.setup import seed_everything
 
-STEPS, ROWS, SEQ_LEN, ACCUMULATION = 2, 4, 32, 2
-"""Steps; rows of a micro-batch over all ranks, and their tokens; micro-batches of a step."""
+STEPS, ROWS, SEQ_LEN = 2, 4, 32
+"""Steps; rows of a micro-batch over all ranks, and their tokens. A step has two micro-batches for each stage's rank."""
+
+ALONE: dict[str, Any] = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "pp_stages_per_rank": None}
+"""Fields of the run in one process."""
 
 SAID = "guard: "
 """What a rank's message begins with."""
@@ -41,37 +44,38 @@ ROUNDING = 5e-7
 """What a gradient is uncertain by, relative to the weight that it was added to and read from again: 4 units in the last place."""
 
 
-def _rows(vocab: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
+def _rows(vocab: int, micros: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
     """Yield a rank's micro-batches; each row has another number of labels."""
     import torch
 
     for step in range(STEPS):
-        ids = torch.randint(3, vocab, (ACCUMULATION * ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(3, vocab, (micros * ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
         labels = ids.clone()
         for row in range(len(ids)):
             labels[row, : 3 * (row + step) % (SEQ_LEN - 4)] = -100
-        for micro in range(ACCUMULATION):
+        for micro in range(micros):
             yield {
-                name: column.reshape(ACCUMULATION, dp_size, -1, SEQ_LEN)[micro, dp_rank].contiguous()
+                name: column.reshape(micros, dp_size, -1, SEQ_LEN)[micro, dp_rank].contiguous()
                 for name, column in (("input_ids", ids), ("labels", labels))
             }
 
 
-def _train(folder: str, strategy: Strategy, ranks: int, rank: int) -> dict[str, Any]:
+def _train(folder: str, strategy: Strategy, micros: int, ranks: int, rank: int) -> dict[str, Any]:
     """Take the steps as one rank; return losses, norms, and the first step's changes of the weights as parts of tensors."""
     import torch
 
     spec = describe(folder)
-    dp_size = ranks // (strategy.tp * strategy.cp)
+    dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
     config = TrainConfig(
-        steps=STEPS, micro_batch=ROWS // dp_size, accumulation=ACCUMULATION, seq_len=SEQ_LEN, warmup=0, lr=1.0
+        steps=STEPS, micro_batch=ROWS // dp_size, accumulation=micros, seq_len=SEQ_LEN, warmup=0, lr=1.0
     )
     accelerator = make(strategy, config, spec)
     accelerator.print = lambda *_: None
     seed_everything(accelerator)
     model, _ = load(accelerator)
     # Its step is the clipped gradient: AdamW's is the same for any multiple of it.
-    optimizer: Any = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+    trained = [each for each in model.parameters() if each.requires_grad and not each.is_meta]
+    optimizer: Any = torch.optim.SGD(trained, lr=1.0)
     model, optimizer, schedule = prepare(accelerator, model, optimizer, make_schedule(optimizer, config))
     ours = prepared(accelerator, (model, optimizer))
 
@@ -83,14 +87,14 @@ def _train(folder: str, strategy: Strategy, ranks: int, rank: int) -> dict[str, 
 
     steps: list[tuple[float, float]] = []
     before, changes = weights(), dict[Any, Any]()
-    for step in train(ours, _rows(spec.vocab, ours.job.coordinates(rank).dp_rank, dp_size), schedule):
+    for step in train(ours, _rows(spec.vocab, micros, ours.job.coordinates(rank).dp_rank, dp_size), schedule):
         steps.append((step.loss, step.grad_norm))
         if not changes:
             changes = {key: (tensor - before[key], tensor.abs().max()) for key, tensor in weights().items()}
     return {"steps": steps, "changes": changes}
 
 
-def _rank(folder: str, strategy: Strategy, ranks: int, rank: int, port: int) -> None:
+def _rank(folder: str, strategy: Strategy, micros: int, ranks: int, rank: int, port: int) -> None:
     """Train, and write the result into the folder. The process ends here."""
     import torch
 
@@ -100,7 +104,7 @@ def _rank(folder: str, strategy: Strategy, ranks: int, rank: int, port: int) -> 
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     code = 1
     try:
-        torch.save(_train(folder, strategy, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
+        torch.save(_train(folder, strategy, micros, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
         code = 0
     except Exception as error:
         os.write(2, f"{SAID}{first_line(error)}\n".encode())  # in one piece: the ranks share the stream
@@ -149,12 +153,12 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
         random_model(folder, AutoConfig.for_model(values.pop("model_type"), **values))
         started = []
         for count, way in (
-            (1, replace(strategy, sharding="none", tp=1, cp=1, ep=1, dp_replicate=1)),
+            (1, replace(strategy, sharding="none", dp_replicate=1, **ALONE)),
             (ranks, strategy),
         ):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             started += [
-                (fork.Process(target=_rank, args=(folder, way, count, rank, store.port)), store)
+                (fork.Process(target=_rank, args=(folder, way, 2 * strategy.pp, count, rank, store.port)), store)
                 for rank in range(count)
             ]
         for process, _ in started:
