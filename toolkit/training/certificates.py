@@ -32,6 +32,9 @@ from toolkit.training.small_run import GRADIENT, SAID, STEPS
 SAME = ("precision", "activation_checkpointing", "loss")
 """Fields that every small run has alike."""
 
+LONGEST = 300
+"""Seconds of a small run. Ranks that still wait for each other are ended then."""
+
 LOSS, NORM = 1e-5, 5e-5
 """Largest relative differences: of a loss, and of a gradient's norm."""
 
@@ -116,9 +119,13 @@ def certify(job: Job) -> Certificate:
     except (AttributeError, TypeError, ValueError) as error:
         raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
     request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}
-    command = [sys.executable, "-P", "-c", "from toolkit.training.small_run import main; main()"]
+    command = [sys.executable, "-P", "-c", f"from toolkit.training.small_run import main; main({os.getpid()})"]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environ)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": environ, "timeout": LONGEST}
+    try:
+        ended = subprocess.run(command, input=json.dumps(request), **options)
+    except subprocess.TimeoutExpired:
+        raise _refusal(f"a small copy of {job.spec.name} took longer than {LONGEST} s") from None
     if ended.returncode:
         lines = ended.stderr.splitlines() or ["its processes were ended"]
         why = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), lines[-1]).rstrip(". ")

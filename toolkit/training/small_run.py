@@ -17,6 +17,7 @@ from typing import Any
 from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.process_lifecycle import die_with_parent
 from toolkit.engines.shards import overlaps, parts
 from toolkit.models import describe
 from toolkit.models.files import first_line
@@ -176,8 +177,9 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
         return _compare(folder, ranks, names)
 
 
-def main() -> None:
-    """Read a request from standard input, and print the differences as JSON."""
+def main(parent: int) -> None:
+    """Read a request from standard input, and print the differences as JSON. All ranks end with the process `parent`."""
+    die_with_parent(parent)
     with contextlib.redirect_stdout(sys.stderr):
         answer = _run(json.load(sys.stdin))
     print(json.dumps(answer))
