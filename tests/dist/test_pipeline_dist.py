@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from programs import python
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.dist
@@ -140,3 +142,13 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str, fold
     _, info = AutoModelForCausalLM.from_pretrained(root / folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+
+
+def test_the_default_rows_of_a_step_pass_through_the_stages_one_by_one(tmp_path: Path) -> None:
+    """From the shell, after the guard, which uses the same schedule."""
+    run = tmp_path / "run"
+    python("-m", "toolkit", "train", "--pp", 2, "--steps", 2, "--no-save", "--run-dir", run, code=0, cwd=tmp_path)
+    record = json.loads((run / "run.json").read_text())
+    assert (record["train_config"]["micro_batch"], record["train_config"]["accumulation"]) == (1, 4)
+    assert record["guard"]["agrees"]
+    assert record["finished"]

@@ -18,6 +18,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.redaction import MARK, redact, visible
+from toolkit.core.units import ceil_div
 
 if TYPE_CHECKING:
     from toolkit.launcher.targets import Target
@@ -57,6 +58,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
             return _resume(Path(flags.run_dir), flags)
     run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags)
     strategy, machine = read(Strategy, flags), hardware()
+    if strategy.pp > 1 and {"micro_batch", "accumulation"}.isdisjoint(given(flags, TrainConfig)):
+        train_config = _one_by_one(train_config, strategy.pp)
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
@@ -73,6 +76,13 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
         options: dict[str, Any] = {"environ": environ, "timeout": run_config.timeout, "restart_policy": restart_policy}
         supervise_with_restarts(folder, "toolkit.finetune", words, [*words, "--resume"], config, **options)
     return _result(path)
+
+
+def _one_by_one(train_config: TrainConfig, pp: int) -> TrainConfig:
+    """Return a step whose default rows pass through the stages one by one, at least one for each rank."""
+    rows = ceil_div(max(train_config.micro_batch, pp), pp) * pp
+    print(f"pp {pp}: --micro-batch 1 --accumulation {rows}, so that all stages have work", file=sys.stderr)
+    return dataclasses.replace(train_config, micro_batch=1, accumulation=rows)
 
 
 def launch(flags: argparse.Namespace) -> Result:
