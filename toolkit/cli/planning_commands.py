@@ -236,7 +236,7 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
     if ranks % nodes:
         raise ToolkitError(f"processes {ranks}: expected a multiple of {nodes} nodes, since each runs as many.")
     open_ones = dataclasses.replace(strategy, precision="auto", attention="auto")
-    resolve(open_ones, TrainConfig(), None, ranks, hardware("1x H100-80GB").device)
+    resolve(open_ones, TrainConfig(accumulation=2 * strategy.pp), None, ranks, hardware("1x H100-80GB").device)
 
 
 def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:

@@ -79,7 +79,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _one_by_one(train_config: TrainConfig, pp: int) -> TrainConfig:
-    """Return a step whose default rows pass through the stages one by one, at least one for each rank."""
+    """Split the default rows of a step into micro-batches of one row, at least one for each rank."""
     rows = ceil_div(max(train_config.micro_batch, pp), pp) * pp
     print(f"pp {pp}: --micro-batch 1 --accumulation {rows}, so that all stages have work", file=sys.stderr)
     return dataclasses.replace(train_config, micro_batch=1, accumulation=rows)

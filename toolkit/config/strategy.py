@@ -282,8 +282,9 @@ class Strategy(Result):
     @property
     def least_ranks(self) -> int:
         """The fewest ranks on which every dimension does something."""
-        data = {"none": 1, "hybrid": 2 * self.dp_replicate}.get(SHARDINGS[self.sharding].data_parallel, 2)
-        return ceil_div(data * self.tp * self.cp, self.ep) * self.ep * self.pp
+        kind = SHARDINGS[self.sharding].data_parallel
+        copy = ceil_div((1 if kind == "none" else 2) * self.tp * self.cp, self.ep) * self.ep  # ranks of one copy
+        return copy * (self.dp_replicate if kind == "hybrid" else 1) * self.pp
 
     @property
     def recomputed_share(self) -> float:

@@ -62,7 +62,8 @@ def run_script(
     check_ranks(machine, ranks)
     run_config = {} if timeout is None else {"timeout": timeout}
     from_dict(RunConfig, run_config)
-    job, fields = resolve(strategy, TrainConfig(), None, ranks, machine.device), dataclasses.asdict(strategy)
+    train_config, fields = TrainConfig(accumulation=2 * strategy.pp), dataclasses.asdict(strategy)
+    job = resolve(strategy, train_config, None, ranks, machine.device)
     with enter(path, resume=resume, token=new_token()) as new_folder, reported(path):
         folder = dataclasses.replace(new_folder, created=False)  # keep a failed run: its output explains the failure
         earlier = read_run_json(path).get("attempts", []) if resume else []

@@ -24,6 +24,9 @@ FIXED = {
 }  # fmt: skip
 """Sizes of latent attention, groups of experts, and token ids."""
 
+RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
+"""Parts of the names of rates: each rank draws masks and noise of its own."""
+
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -47,8 +50,8 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     layers = min(depth, max(LAYERS, stages))
     for name, value in list(vars(text).items()):
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(text, name, 0.0)  # each rank draws masks of its own
+        if isinstance(value, float) and any(word in name for word in RANDOM):
+            setattr(text, name, 0.0)
         if isinstance(value, list) and len(value) == depth and name != "layer_types":
             setattr(text, name, value[:layers])
     if kinds:
@@ -70,6 +73,8 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
         if getattr(text, name, None):
             setattr(text, name, min(getattr(text, name), ceil_div(8, ep) * ep))
             text.num_experts_per_tok = min(text.num_experts_per_tok, 2)
+    if getattr(text, "output_router_logits", False):  # the balance loss is another for other micro-batches
+        text.output_router_logits = False
     if getattr(text, "sliding_window", None):
         text.sliding_window = WINDOW
     text.max_position_embeddings = min(getattr(text, "max_position_embeddings", 512), 512)

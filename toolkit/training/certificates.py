@@ -109,14 +109,16 @@ def certify(job: Job) -> Certificate:
     began, sizes = time.monotonic(), job.parallelism
     given = job.strategy
     strategy = replace(
-        given, precision="fp32", offload="none", compile=False, loss="auto", activation_checkpointing="none",
+        given, precision="fp32", offload="none", compile=False, activation_checkpointing="none", lora_dropout=0.0,
+        bucket_elements=None, gather_bucket_elements=None, overlap_comm="auto", dp_replicate=min(2, given.dp_replicate),
         attention="eager" if given.attention == "eager" else "auto", grad_accum_dtype="auto",
         adapter="none" if given.quantized else given.adapter,
     )  # fmt: skip
-    ranks = min(given.least_ranks, job.ranks)
+    # Twice as many where there are experts: FSDP then shards those of a group, too.
+    ranks = min(strategy.least_ranks * (2 if sizes.ep > sizes.tp else 1), job.ranks)
     try:
         config = shrink(job.spec, sizes.tp * sizes.cp, sizes.ep, stages=len(job.settings.get("stages", ())))
-    except (AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # configs check themselves, each in its own way
         raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
     request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}
     command = [sys.executable, "-P", "-c", f"from toolkit.training.small_run import main; main({os.getpid()})"]
@@ -157,7 +159,7 @@ def guarded(preflight: Preflight, run_config: RunConfig) -> Preflight:
         first = f"; the first parameter with another gradient is {certificate.gradient}" if certificate.gradient else ""
         raise StrategyError(
             f"guard: the cut of {certificate.model} does not compute what one process computes. A small copy over "
-            f"{certificate.ranks} ranks differs by {figures}{first}. Choose a sharding without tp, cp and ep, or --no-guard."
+            f"{certificate.ranks} ranks differs by {figures}{first}. Choose a sharding without tp, cp, ep and pp, or --no-guard."
         )
     note = f"guard: a small copy over {certificate.ranks} ranks computes as one process does, {figures} apart"
     return replace(preflight, notes=(*preflight.notes, note), guard=certificate.to_dict())

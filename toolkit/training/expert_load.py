@@ -24,8 +24,8 @@ class ExpertLoad:
 
         job, device = prepared.job, prepared.accelerator.device
         self._ranks = job.parallelism.ranks
-        self._own_rows = prepared.accelerator.process_index in job.parallelism.loss_ranks()
-        """Another rank of a tensor-parallel group sees the same tokens."""
+        self._own_rows = job.coordinates(prepared.accelerator.process_index).tp == 0
+        """Another rank of a tensor-parallel group sees the same tokens; each stage of a pipeline counts its own layers."""
         self._layers: list[torch.Tensor] = []
         for module in prepared.model.modules() if not job.strategy.compile else ():
             names = [name for name in inspect.signature(type(module).forward).parameters if name in IDS]

@@ -129,6 +129,10 @@ def run_preflight(
         set_deepspeed_cpu()
     if prepared is None:
         _refuse_without_effect(strategy)
+    if strategy.pp > 1 and run_config.sample:
+        raise StrategyError(
+            f"sample: no rank of pp {strategy.pp} holds the whole model, which answers. Leave --sample out."
+        )
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes, certificate = json.loads(prepared) if prepared else ({}, [], None)
@@ -171,8 +175,9 @@ def _refuse_without_effect(strategy: Strategy) -> None:
     for name, value in differing(strategy).items():
         if name.startswith("lora_") and strategy.adapter == "none":
             raise StrategyError(f"{name} {value}: without effect, since adapter is none. Give --adapter lora too.")
-        if name == "cp_attention" and strategy.cp == 1:
-            raise StrategyError(f"{name} {value}: without effect, since cp is 1. Give --cp 2 too.")
+        degree = name.partition("_")[0]
+        if name in ("cp_attention", "pp_schedule", "pp_stages_per_rank") and getattr(strategy, degree) == 1:
+            raise StrategyError(f"{name} {value}: without effect, since {degree} is 1. Give --{degree} 2 too.")
 
 
 def _read_data(run_config: RunConfig, seed: int, known: set[str]) -> dict[str, Contents]:

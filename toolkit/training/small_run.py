@@ -18,6 +18,7 @@ from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.process_lifecycle import die_with_parent
+from toolkit.core.units import ceil_div
 from toolkit.engines.shards import overlaps, parts
 from toolkit.models import describe
 from toolkit.models.files import first_line
@@ -30,7 +31,10 @@ from toolkit.training.setup import accelerator as make
 from toolkit.training.setup import seed_everything
 
 STEPS, ROWS, SEQ_LEN = 2, 4, 32
-"""Steps; rows of a micro-batch over all ranks, and their tokens. A step has two micro-batches for each stage's rank."""
+"""Steps; rows of a micro-batch over all ranks, at least, and their tokens. A step has two micro-batches for each stage's rank."""
+
+OTHERS = ("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+"""What variables of another launcher begin with."""
 
 ALONE: dict[str, Any] = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "pp_stages_per_rank": None}
 """Fields of the run in one process."""
@@ -45,30 +49,36 @@ ROUNDING = 5e-7
 """What a gradient is uncertain by, relative to the weight that it was added to and read from again: 4 units in the last place."""
 
 
-def _rows(vocab: int, micros: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
-    """Yield a rank's micro-batches; each row has another number of labels."""
+def _rows(vocab: int, micros: int, rows: int, dp_rank: int, dp_size: int, joined: bool) -> Iterator[dict[str, Any]]:
+    """Yield a rank's micro-batches; each row has another number of labels, and two documents where they are `joined`."""
     import torch
 
     for step in range(STEPS):
-        ids = torch.randint(3, vocab, (micros * ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(3, vocab, (micros * rows, SEQ_LEN), generator=torch.Generator().manual_seed(step))
         labels = ids.clone()
         for row in range(len(ids)):
             labels[row, : 3 * (row + step) % (SEQ_LEN - 4)] = -100
+        columns = {"input_ids": ids, "labels": labels}
+        if joined:
+            places, first = torch.arange(SEQ_LEN).expand_as(ids), 7 + torch.arange(len(ids))[:, None] % 16
+            columns["position_ids"] = torch.where(places < first, places, places - first)
         for micro in range(micros):
             yield {
                 name: column.reshape(micros, dp_size, -1, SEQ_LEN)[micro, dp_rank].contiguous()
-                for name, column in (("input_ids", ids), ("labels", labels))
+                for name, column in columns.items()
             }
 
 
-def _train(folder: str, strategy: Strategy, micros: int, ranks: int, rank: int) -> dict[str, Any]:
+def _train(
+    folder: str, strategy: Strategy, micros: int, rows: int, joined: bool, ranks: int, rank: int
+) -> dict[str, Any]:
     """Take the steps as one rank; return losses, norms, and the first step's changes of the weights as parts of tensors."""
     import torch
 
     spec = describe(folder)
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
     config = TrainConfig(
-        steps=STEPS, micro_batch=ROWS // dp_size, accumulation=micros, seq_len=SEQ_LEN, warmup=0, lr=1.0
+        steps=STEPS, micro_batch=rows // dp_size, accumulation=micros, seq_len=SEQ_LEN, warmup=0, lr=1.0
     )
     accelerator = make(strategy, config, spec)
     accelerator.print = lambda *_: None
@@ -88,14 +98,15 @@ def _train(folder: str, strategy: Strategy, micros: int, ranks: int, rank: int) 
 
     steps: list[tuple[float, float]] = []
     before, changes = weights(), dict[Any, Any]()
-    for step in train(ours, _rows(spec.vocab, micros, ours.job.coordinates(rank).dp_rank, dp_size), schedule):
+    dp_rank = ours.job.coordinates(rank).dp_rank
+    for step in train(ours, _rows(spec.vocab, micros, rows, dp_rank, dp_size, joined), schedule):
         steps.append((step.loss, step.grad_norm))
         if not changes:
             changes = {key: (tensor - before[key], tensor.abs().max()) for key, tensor in weights().items()}
     return {"steps": steps, "changes": changes}
 
 
-def _rank(folder: str, strategy: Strategy, micros: int, ranks: int, rank: int, port: int) -> None:
+def _rank(folder: str, strategy: Strategy, work: tuple[int, int, bool], ranks: int, rank: int, port: int) -> None:
     """Train, and write the result into the folder. The process ends here."""
     import torch
 
@@ -105,7 +116,7 @@ def _rank(folder: str, strategy: Strategy, micros: int, ranks: int, rank: int, p
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     code = 1
     try:
-        torch.save(_train(folder, strategy, micros, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
+        torch.save(_train(folder, strategy, *work, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
         code = 0
     except Exception as error:
         os.write(2, f"{SAID}{first_line(error)}\n".encode())  # in one piece: the ranks share the stream
@@ -130,16 +141,15 @@ def _compare(folder: str, ranks: int, names: list[str]) -> dict[str, Any]:
         for left, _ in overlaps([(own_box, missing[name])], [(box, part)]):
             left.fill_(False)
     other |= {name for name, left in missing.items() if left.any()}
-    differences = [max(abs(one[at] - two[at]) / abs(one[at]) for one, two in pairs) for at in (0, 1)]
+    relative = [[abs(one - two) / abs(one) for one, two in zip(*pair, strict=True)] for pair in pairs]
     return {
-        "loss_difference": differences[0],
-        "norm_difference": differences[1],
-        "gradient": next((name for name in names if name in other), None),
+        "loss_difference": max(loss for loss, _ in relative),
+        "norm_difference": relative[0][1],  # after a step of rate 1 it is less exact
+        "gradient": next((name for name in names if name in other), min(other, default=None)),
     }
 
 
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:
-
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -149,6 +159,8 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     libraries = ["accelerate", *(["deepspeed"] if strategy.sharding.startswith("zero") else [])]
     for name in (*libraries, *(["peft"] if strategy.adapter != "none" else [])):
         importlib.import_module(name)
+    dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
+    work = (2 * strategy.pp, dp_size * ceil_div(ROWS, dp_size), strategy.cp > 1)
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         random_model(folder, AutoConfig.for_model(values.pop("model_type"), **values))
@@ -159,7 +171,7 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
         ):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             started += [
-                (fork.Process(target=_rank, args=(folder, way, 2 * strategy.pp, count, rank, store.port)), store)
+                (fork.Process(target=_rank, args=(folder, way, work, count, rank, store.port)), store)
                 for rank in range(count)
             ]
         for process, _ in started:
@@ -180,6 +192,8 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
 def main(parent: int) -> None:
     """Read a request from standard input, and print the differences as JSON. All ranks end with the process `parent`."""
     die_with_parent(parent)
+    for name in [name for name in os.environ if name.startswith(OTHERS)]:
+        del os.environ[name]
     with contextlib.redirect_stdout(sys.stderr):
         answer = _run(json.load(sys.stdin))
     print(json.dumps(answer))

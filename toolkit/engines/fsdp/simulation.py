@@ -22,7 +22,7 @@ from toolkit.engines.simulation import (
     host_transfers,
     stream_weights,
 )
-from toolkit.engines.states import State, optimizer_bytes, parameters_of, trained_elements
+from toolkit.engines.states import State, optimizer_bytes, parameters_of
 from toolkit.engines.traces import Trace
 
 
@@ -103,15 +103,15 @@ class FSDPForecast(Engine):
 
         Source: Rajbhandari et al. 2020, section 7.
         """
-        ranks, micro = job.parallelism.shard_size, job.train_config.accumulation
-        reduced = trained_elements(job) * BYTES_OF[self.reduce_dtype(job)]
-        share = partial(_sent_share, job)
-        sent = sum(share(state) * state.elements for state in parameters_of(job) if state.trainable)
-        size = sent * BYTES_OF[self.reduce_dtype(job)]
+        width, micro = BYTES_OF[self.reduce_dtype(job)], job.train_config.accumulation
+        share, trained = partial(_sent_share, job), [state for state in parameters_of(job) if state.trainable]
+        size = width * sum(share(state) * state.elements for state in trained)
         transfers = gathers(job, backward=job.settings["reshard_after_forward"], share=share)
         transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
-            size = 2 * (groups - 1) / groups * reduced / ranks
+            size = (
+                2 * (groups - 1) / groups * width * sum(each.elements / shard_ranks(job, each.name) for each in trained)
+            )
             transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
         return [*transfers, *host_transfers(job)]
 

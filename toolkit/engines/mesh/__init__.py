@@ -285,6 +285,8 @@ def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mappi
     """
     from torch.distributed.fsdp import fully_shard
 
+    # A policy of their own would round the router's weights, which come in fp32, to the compute dtype.
+    options = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)}
     for name, style in plan.items():
         if style == "ep_dispatch_experts":
             experts = fully_shard(

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     Batch = Mapping[str, torch.Tensor]
 
+RUNTIME = "_toolkit_stages"
+"""The attribute of a prepared model with its stages: they end with it."""
+
 OWN_LOOP = (
     "a pipeline runs forward and backward of all micro-batches of a step together, and a loop of your own calls them one by one. "
     "Train by `toolkit train`, or choose --pp 1."
@@ -105,7 +108,7 @@ class Pipeline(Engine):
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that a rank keeps its stages."""
-        return "every rank reads its own layers"
+        return "every rank reads the whole model, and keeps its own layers"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 
@@ -133,7 +136,7 @@ class Pipeline(Engine):
 
     def after_prepare(self, prepared: Prepared) -> None:
         """Cut the stages. The whole model's own forward is no longer of use. A collective."""
-        RUNTIMES[prepared.model] = Runtime(prepared)
+        vars(prepared.model)[RUNTIME] = Runtime(prepared)
         prepared.model.forward = _refuse_call
 
     def check(self, prepared: Prepared) -> list[str]:
@@ -175,7 +178,7 @@ class Pipeline(Engine):
         import torch
         import torch.distributed as dist
 
-        twice = {id(each) for runtime in RUNTIMES.values() if runtime.rank for each in runtime.tied}
+        twice = {id(each) for runtime in RUNTIMES if runtime.rank for each in runtime.tied}
         gradients = [parameter.grad for parameter in parameters if id(parameter) not in twice]
         norm = torch.nn.utils.get_total_norm([each for each in gradients if each is not None])
         squares = norm.double().to(next(iter(parameters)).device) ** 2
@@ -197,4 +200,5 @@ class Pipeline(Engine):
 
 
 def _runtime(prepared: Prepared) -> Runtime:
-    return RUNTIMES[prepared.model]
+    runtime: Runtime = vars(prepared.model)[RUNTIME]
+    return runtime

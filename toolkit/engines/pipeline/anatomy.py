@@ -123,6 +123,10 @@ def _read(spec: ModelSpec) -> Anatomy:
         raise _refuse(spec, f"it changes the hidden states between two layers of {name}")
     if any(getattr(each, "requires_grad", False) for each in others) or passed[0].shape != (1, 2, spec.hidden):
         raise _refuse(spec, "its layers pass more than one row of hidden states on")
+    if any(each.dtype != torch.bfloat16 for each in passed):
+        raise _refuse(spec, "it keeps hidden states in another dtype than its weights")
+    if spec.config.get("layerdrop"):
+        raise _refuse(spec, f"layerdrop {spec.config['layerdrop']} leaves out layers at random, on each stage others")
     if any(tied.startswith(f"{name}.") for group in spec.tied for tied in group):
         raise _refuse(spec, "its layers share parameters")
     first, last = calls.index(order[0]), calls.index(order[-1])
@@ -151,7 +155,7 @@ def split(spec: ModelSpec, stages: int) -> list[tuple[int, int]]:
             f"{stages} stages: {spec.architecture} has {parts.count} layers, and each stage holds at least one. "
             f"Choose --pp times --pp-stages-per-rank of at most {parts.count}."
         )
-    costs, tail = [0] * parts.count, 0
+    costs = [0] * parts.count
     for parameter in spec.parameters:
         for place in parts.places(parameter.name):
             if 0 <= place < parts.count:

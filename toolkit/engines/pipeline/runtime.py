@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from toolkit.core.errors import DataError
 from toolkit.core.phases import phase
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.pipelining import PipelineStage
 
-RUNTIMES: WeakKeyDictionary[Any, Runtime] = WeakKeyDictionary()
-"""Prepared model → its stages."""
+RUNTIMES: WeakSet[Runtime] = WeakSet()
+"""Of all prepared models, which hold them."""
 
 
 class Runtime:
@@ -47,7 +47,10 @@ class Runtime:
         mine = self.rank in (0, self._pp - 1)
         self.tied = [named[name] for name in sorted(twice) if mine and named[name].requires_grad]
         """Parameters that the first and the last rank both hold."""
+        for parameter in self.tied:  # a script may have written into one of the two
+            dist.broadcast(parameter.data, src=0, group=ends)
         self._ends = ends
+        RUNTIMES.add(self)
 
     @property
     def is_last(self) -> bool:
@@ -67,7 +70,10 @@ class Runtime:
         first = [numbers] if self.stages[0].is_first else []
         target = numbers if self.is_last else None
         with phase("backward"):  # each forward marks itself inside
-            schedule.step(*first, target=target, return_outputs=False, number=numbers)
+            try:
+                schedule.step(*first, target=target, return_outputs=False, number=numbers)
+            except RuntimeError as error:  # torch names the stage, and hides what it failed of
+                raise error.__cause__ or error from None
             self._weight = None
             for parameter in self.tied:
                 if parameter.grad is None:
@@ -96,7 +102,8 @@ class Runtime:
             made = [self._pipeline_stage(stage, key[1:]) for stage in self.stages]
             one = self._job.strategy.pp_schedule != "interleaved"
             options = {"loss_fn": self._weighted, "scale_grads": False}
-            self._schedules[key] = schedule_class(self._job)(made[0] if one else made, key[0], **options)
+            # One alone: each keeps buffers for what all of its micro-batches receive.
+            self._schedules = {key: schedule_class(self._job)(made[0] if one else made, key[0], **options)}
         return self._schedules[key]
 
     def _pipeline_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:

@@ -50,7 +50,7 @@ def passing(module: nn.Module, relay: Relay, *, returns: int = 0, role: str = ""
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else next(iter(kwargs.values()))
+        hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
         if role == "enter":
             hidden = relay.entering
         elif role == "leave":
