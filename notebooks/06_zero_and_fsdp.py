@@ -772,11 +772,11 @@ tk.plan(LLAMA_8B, "8x A100-40GB", seq_len=4096, global_batch=64)
 # - **Out of memory under ZeRO-3 on two GPUs**: there is little to share yet, and the gather buffers are new. Try `fsdp`.
 # - **Offload, and each step takes seconds**: parameters and gradients cross PCIe. Count the bytes in the moments above.
 # - **The memory is DDP's, though you asked for `fsdp`**: `tk.audit(model, optimizer)` names it.
-# - **A dimension is refused**: the sentence says so before anything starts.
+# - **A value is refused**: the sentence says so before anything starts.
 
 # %%
 refused = []
-for fields in ({"sharding": "zero2", "offload": "cpu"}, {"sharding": "fsdp", "pp": 2}, {"sharding": "hsdp"}):
+for fields in ({"sharding": "zero2", "offload": "cpu"}, {"sharding": "fsdp", "precision": "fp8"}, {"sharding": "hsdp"}):
     try:
         tk.Strategy(**fields)
     except tk.StrategyError as error:
