@@ -102,33 +102,21 @@ def gave(root: Path) -> Gave:
         ),
         (4, split(FOUR)),
     ]
-    given = tiny.run_groups("mesh_worker.py", groups, root / "llama", root / "scratch")
-    return {
-        (count, result["cell"]["name"]): result
-        for (count, _), results in zip(groups, given, strict=True)
-        for result in results
-    }
-
-
-def assert_same(result: list[list[float]], expected: list[list[float]]) -> None:
-    for ours, theirs in zip(result, expected, strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
-        assert ours[2] == theirs[2]
+    return tiny.run_meshes(groups, root / "llama", root / "scratch")
 
 
 @pytest.mark.parametrize(("count", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
 def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
     expected = gave[1, reference({2: TWO, 4: FOUR}[count][name])]
     assert len(gave[count, name]["steps"]) == 4
-    assert_same(gave[count, name]["steps"], expected["steps"])
+    tiny.assert_same(gave[count, name]["steps"], expected["steps"])
     assert gave[count, name]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["to zero3", "and back"])
 def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, name: str) -> None:
     steps = gave[2, name]["steps"]
-    assert_same(steps, gave[1, "llama, whole"]["steps"][-len(steps) :])
+    tiny.assert_same(steps, gave[1, "llama, whole"]["steps"][-len(steps) :])
 
 
 def test_the_export_is_the_trained_model(gave: Gave) -> None:

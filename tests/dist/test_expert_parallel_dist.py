@@ -83,19 +83,7 @@ def gave(root: Path) -> Gave:
             ],
         ),
     ]
-    given = tiny.run_groups("mesh_worker.py", groups, root / "mixtral", root / "scratch")
-    return {
-        (count, result["cell"]["name"]): result
-        for (count, _), results in zip(groups, given, strict=True)
-        for result in results
-    }
-
-
-def assert_same(result: list[list[float]], expected: list[list[float]]) -> None:
-    for ours, theirs in zip(result, expected, strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
-        assert ours[2] == theirs[2]
+    return tiny.run_meshes(groups, root / "mixtral", root / "scratch")
 
 
 @pytest.mark.parametrize(("count", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
@@ -103,7 +91,7 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name:
     expected = gave[1, {2: TWO, 4: FOUR}[count][name][0]]
     assert len(gave[count, name]["steps"]) == 4
     assert gave[count, name]["exact"]
-    assert_same(gave[count, name]["steps"], expected["steps"])
+    tiny.assert_same(gave[count, name]["steps"], expected["steps"])
     assert gave[count, name]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
 
 
@@ -135,7 +123,7 @@ def test_tokens_of_each_expert_are_counted_once(gave: Gave, count: int, name: st
 
 def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:
     """It depends on how rows are divided into micro-batches, which other ranks alone change: FSDP without `ep` has the same."""
-    assert_same(gave[2, "balanced, fsdp"]["steps"], gave[2, "balanced, fsdp alone"]["steps"])
+    tiny.assert_same(gave[2, "balanced, fsdp"]["steps"], gave[2, "balanced, fsdp alone"]["steps"])
     assert gave[1, "balanced"]["steps"][0][0] > gave[1, "mixtral"]["steps"][0][0] + 0.1
 
 
@@ -146,7 +134,7 @@ def test_the_norm_is_clipped(gave: Gave) -> None:
 @pytest.mark.parametrize(("count", "name"), [(2, "to zero3"), (2, "to fsdp"), (2, "and back"), (4, "to four")])
 def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, count: int, name: str) -> None:
     steps = gave[count, name]["steps"]
-    assert_same(steps, gave[1, "mixtral"]["steps"][-len(steps) :])
+    tiny.assert_same(steps, gave[1, "mixtral"]["steps"][-len(steps) :])
 
 
 @pytest.mark.parametrize(

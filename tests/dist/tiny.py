@@ -251,6 +251,26 @@ def run_groups(
     return given
 
 
+def run_meshes(
+    groups: list[tuple[int, list[dict[str, Any]]]], folder: Path, scratch: Path
+) -> dict[tuple[int, str], dict[str, Any]]:
+    """What each cell of `mesh_worker.py` gave, by its number of ranks and its name."""
+    given = run_groups("mesh_worker.py", groups, folder, scratch)
+    return {
+        (count, result["cell"]["name"]): result
+        for (count, _), results in zip(groups, given, strict=True)
+        for result in results
+    }
+
+
+def assert_same(result: list[list[float]], expected: list[list[float]]) -> None:
+    """Steps have the losses, gradient norms and tokens of one process."""
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
+        assert ours[2] == theirs[2]
+
+
 def assert_alike(
     result: dict[str, Any], reference: dict[str, Any], *, bytes_too: bool = False, where: str = ""
 ) -> None:
