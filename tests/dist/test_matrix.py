@@ -56,10 +56,16 @@ KEYS = {ranks: [key for key in CELLS if RANKS.get(key[0], 2) == ranks and possib
 KEYS[4] += FOUR
 
 
+WAYS: list[dict[str, Any]] = [
+    *({"activation_checkpointing": policy} for policy in ("none", "attention", "selective", "every:2")),
+    {"activation_checkpointing": "none", "mlp_tiles": "5"},
+    {"activation_checkpointing": "full", "mlp_tiles": 3},
+    {"activation_checkpointing": "full", "activation_offload": True},
+]
 RECOMPUTED = [
-    {"sharding": sharding, "adapter": adapter, "precision": "fp32", "activation_checkpointing": policy}
+    {"sharding": sharding, "adapter": adapter, "precision": "fp32", **way}
     for sharding, adapter in itertools.product(("ddp", "zero2", "zero3", "fsdp"), ("none", "lora", "qlora"))
-    for policy in ("none", "attention", "selective", "every:2")
+    for way in WAYS
 ]
 """Cells of two ranks: of each engine and adapter the first recomputes nothing."""
 
@@ -83,7 +89,9 @@ def runs(gave: Gave) -> dict[int, dict[Key, dict[str, Any]]]:
 
 def test_recomputed_activations_are_those_that_were_kept(gave: Gave) -> None:
     results = gave[2][-len(RECOMPUTED) :]
-    for cell, result, plain in zip(RECOMPUTED, results, [one for one in results[::4] for _ in range(4)], strict=True):
+    for cell, result, plain in zip(
+        RECOMPUTED, results, [one for one in results[:: len(WAYS)] for _ in WAYS], strict=True
+    ):
         assert result["losses"] == pytest.approx(plain["losses"], rel=1e-6), cell
         assert result["norms"] == pytest.approx(plain["norms"], rel=1e-5), cell
 

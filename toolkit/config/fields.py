@@ -52,9 +52,9 @@ def check_value(owner: type[Any], name: str, value: Any) -> None:
         return
     if choices := about.get("values"):
         later = about["later"]
-        if value not in choices or str(value).endswith(":K"):
-            word, _, number = str(value).partition(":")
-            if f"{word}:K" in choices and re.fullmatch(r"[1-9]\d*", number) and number != "1":
+        if value not in choices or str(value).endswith("K"):
+            pattern = re.sub(r"[1-9]\d+|[2-9]", "K", str(value), count=1)
+            if pattern in choices and pattern != value:
                 return
             known = ", ".join(word for word in choices if word not in later)
             near = nearest(value, [word for word in choices if word not in later])

@@ -19,6 +19,7 @@ PRECISION_WORDS = ("auto", *PRECISIONS, "fp8")
 ATTENTION_WORDS = ("auto", *ATTENTIONS)
 GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
+MLP_TILES = ("none", "auto", "K")
 UNUSED_PARAMETERS = ("refuse", "find")
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
@@ -191,10 +192,16 @@ class Strategy(Result):
         "full: recompute each layer in the backward; attention: all but attention; selective: nor every second product; "
         "every:2: every second layer; auto: train takes the fastest that leaves 5%% of the memory, all else full",
     )
+    activation_offload: bool = amount(False, "recomputed layers' inputs wait for the backward in host memory")
     loss: str = choice(
         "auto",
         ("auto", "chunked", "whole"),
         "chunked: the head computes the loss, without whole logits; auto: train takes it where those are large, all else whole",
+    )
+    mlp_tiles: str = choice(
+        "none",
+        MLP_TILES,
+        "compute each MLP in K pieces of a row, recomputed in the backward; auto: pieces of the hidden size",
     )
     compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, --ep, qlora")
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
@@ -228,6 +235,7 @@ class Strategy(Result):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
+        object.__setattr__(self, "mlp_tiles", str(self.mlp_tiles))  # Python and JSON may give a number
         validate(self)
         self._check_table()
 

@@ -134,5 +134,9 @@ class Transform:
         """Return the `records.Transfer`s of a step that the transform adds to the engine's."""
         return []
 
+    def host_bytes(self, job: Job) -> int:
+        """Return the bytes that it keeps in a rank's host memory during a step, where that is not the device's."""
+        return 0
+
     def after_prepare(self, prepared: Any) -> None:
         """Finish after `prepare`, before the audit; takes `records.Prepared`."""

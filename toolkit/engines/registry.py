@@ -26,6 +26,8 @@ _engines: dict[str, Engine] = {}
 
 _BUILT_IN_TRANSFORMS = {
     "activation_checkpointing": "checkpointing",
+    "activation_offload": "activation_offload",
+    "mlp_tiles": "mlp_tiles",
     "adapter": "adapters",
     "loss": "chunked_loss",
     "cp": "context_parallel",

@@ -12,6 +12,7 @@ from toolkit.config.strategy import SHARDINGS, Strategy
 from toolkit.config.tables import ATTENTIONS, OPTIMIZERS, PRECISIONS
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import StrategyError
+from toolkit.core.units import ceil_div
 from toolkit.devices.machine import Device, Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.registry import all_transforms, engine_for
@@ -35,8 +36,13 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
     if checkpointing == "auto":
         checkpointing = "full" if spec is None or spec.checkpointed else "none"
     fields: dict[str, Any] = {"precision": precision, "attention": attention, "activation_checkpointing": checkpointing}
-    loss = "whole" if strategy.loss == "auto" else strategy.loss
-    strategy = dataclasses.replace(strategy, loss=loss, **fields)
+    fields["loss"] = "whole" if strategy.loss == "auto" else strategy.loss
+    if (
+        strategy.mlp_tiles == "auto" and spec is not None
+    ):  # pieces of the hidden size (Bekman et al. 2025, arXiv:2506.13996)
+        tiles = ceil_div(train_config.seq_len, strategy.cp * spec.hidden)
+        fields["mlp_tiles"] = "none" if tiles == 1 else tiles
+    strategy = dataclasses.replace(strategy, **fields)
     if train_config.lr is None:
         kind = "adapter" if strategy.adapter != "none" else "all"
         kind = "embedded" if spec is not None and spec.name == EMBEDDED else kind
@@ -180,7 +186,18 @@ def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec |
             f"unquantized ones. {choice} its unquantized base{f', {base}' if base != spec.name else ''}."
         )
     if spec.max_positions is not None and train_config.seq_len > spec.max_positions:
+        rope = spec.config.get("rope_parameters") or spec.config.get("text_config", {}).get("rope_parameters")
         raise StrategyError(
             f"seq_len {train_config.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
-            f"Choose --seq-len {spec.max_positions} or less."
+            f"Choose --seq-len {spec.max_positions} or less{_longer(train_config.seq_len, spec) if rope else ''}."
         )
+
+
+def _longer(seq_len: int, spec: ModelSpec) -> str:
+    """Return the setting with which rotary positions reach `seq_len` (Peng et al. 2023, arXiv:2309.00071)."""
+    positions = spec.max_positions or seq_len
+    scaling = f'"rope_type": "yarn", "factor": {float(f"{seq_len / positions:.6g}")}'
+    return (
+        f', or set max_position_embeddings {seq_len} and add {scaling}, "original_max_position_embeddings": {positions} to '
+        "rope_parameters in its config.json"
+    )

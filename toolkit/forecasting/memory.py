@@ -119,6 +119,8 @@ def replay(
     ledgers = []
     for index, rank in enumerate(engine.simulated_ranks(job)):
         ledgers.append(kind(shared=job.device.kind == "cpu"))
+        if kept := sum(transform.host_bytes(job) for transform in job.transforms):
+            ledgers[-1].offload("activations", kept)
         rank_trace, rank_step = trace, step
         if index and trace.others:
             rank_trace = trace.others[index - 1]

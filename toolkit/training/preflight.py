@@ -259,7 +259,8 @@ def choose_transforms(
     options = _forecast_options(preflight, run_config)
     if strategy.loss == "auto":
         # The policy that is tried first below: its trace is needed anyway.
-        policy = FASTEST[0] if strategy.activation_checkpointing == "auto" else strategy.activation_checkpointing
+        first = FASTEST[-1 if strategy.activation_offload else 0]
+        policy = first if strategy.activation_checkpointing == "auto" else strategy.activation_checkpointing
         job = _with_loss(preflight.job, policy, masked=not options["one_document"])
         strategy = dataclasses.replace(strategy, loss=job.strategy.loss)
         preflight = dataclasses.replace(preflight, job=job)

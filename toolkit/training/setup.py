@@ -280,7 +280,11 @@ def agree(
     """
     if isinstance(requested, Strategy):
         # An open value contradicts nothing.
-        fields = {name: value for name, value in dataclasses.asdict(requested).items() if value not in ("auto", None)}
+        open_values = {f.name: f.default for f in dataclasses.fields(Strategy) if f.default in ("auto", None)}
+        values = dataclasses.asdict(requested)
+        fields = {
+            name: value for name, value in values.items() if name not in open_values or value != open_values[name]
+        }
     else:
         fields = dict(requested or {})
     if "sharding" in fields:
