@@ -117,6 +117,23 @@ def test_a_batch_is_a_difference_too(spec: ModelSpec) -> None:
     assert dict(result.why)["logits"].startswith("micro_batch 32 takes 32 sequences at once, not 64")
 
 
+def test_steps_of_other_rows_are_compared_by_their_tokens(spec: ModelSpec) -> None:
+    """The smaller step is the shorter one, and trains fewer tokens a second: each step sends the same gradients."""
+    many, few = (
+        ask(spec, train_config=dataclasses.replace(LOOP, micro_batch=size), sharding="ddp") for size in (64, 1)
+    )
+    assert few.step_seconds < many.step_seconds
+    result = diff_forecasts(few, many)
+    ratio = many.tokens_per_second / few.tokens_per_second
+    assert ratio > 1.1
+    assert result.reason.endswith(f"micro_batch 64 is {ratio:.2f} times as fast.")
+    said = dict(result.why)["time"]
+    assert said.startswith(
+        f"The {many.job.global_batch * LOOP.seq_len:,} tokens of a step of micro_batch 64 take micro_batch 1 "
+    )
+    assert "it sends more" in said
+
+
 def test_an_adapter_trains_less(spec: ModelSpec) -> None:
     whole = ask(spec, sharding="zero3")
     job = resolve(tk.Strategy(sharding="zero3", adapter="lora"), LOOP, spec, 2, whole.hardware.device)

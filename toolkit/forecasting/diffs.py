@@ -90,12 +90,13 @@ class ForecastDiff(Result):
             f"{label} needs {format_bytes(forecast.needed_bytes)} and {'fits' if forecast.fits else 'does not fit'}"
             for forecast, label in both
         ]
-        times = [(forecast.step_seconds, label) for forecast, label in both if forecast.step_seconds]
+        # By tokens: their steps may have different numbers of rows.
+        speeds = [(forecast.tokens_per_second, label) for forecast, label in both if forecast.tokens_per_second]
         pace = ""
-        if len(times) == 2:
-            quick, slow = sorted(times)
-            equal = slow[0] < 1.01 * quick[0]
-            pace = " Both are as fast." if equal else f" {quick[1]} is {slow[0] / quick[0]:.2f} times as fast."
+        if len(speeds) == 2:
+            slow, quick = sorted(speeds)
+            equal = quick[0] < 1.01 * slow[0]
+            pace = " Both are as fast." if equal else f" {quick[1]} is {quick[0] / slow[0]:.2f} times as fast."
         return f"{'; '.join(sentences)}.{pace}"
 
     def pictures(self) -> Sequence[str]:

@@ -179,28 +179,36 @@ def _list_transfers(side: _Side) -> str:
 
 
 def _explain_time(sides: Sequence[_Side]) -> Iterator[str]:
-    """Explain a longer step: more computation, more communication, less overlap."""
-    seconds = [side.forecast.step_seconds for side in sides]
-    pair = _in_order(sides, [time for time in seconds if time]) if all(seconds) else None
+    """Explain more time for the same tokens: more computation, more communication, less overlap."""
+    tokens = [side.job.global_batch * side.job.train_config.seq_len for side in sides]
+    speeds = [side.forecast.tokens_per_second for side in sides]
+    pair = _in_order(sides, [1 / speed for speed in speeds if speed]) if all(speeds) else None
     if pair is None:
         return
-    less, more, few, many = pair
-    ratio = more.forecast.operations / less.forecast.operations
-    stepped = (more.state.optimizer or 0) / max(1, less.state.optimizer or 0)
-    exposed = [
-        sum(transfer.size * transfer.times for transfer in collectives(side.job) if transfer.overlaps == "nothing")
-        for side in (less, more)
-    ]
-    moved = [sum(transfer.size * transfer.times for transfer in offloads(side.job)) for side in (less, more)]
+    less, more = pair[:2]
+    # Steps may have different numbers of rows: the slower side's figures are of as many tokens as a step of the faster one.
+    scale = tokens[sides.index(less)] / tokens[sides.index(more)]
+    few, many = less.forecast.step_seconds or 0, scale * (more.forecast.step_seconds or 0)
+    ratio = scale * more.forecast.operations / less.forecast.operations
+    stepped = scale * (more.state.optimizer or 0) / max(1, less.state.optimizer or 0)
+    exposed, moved = (
+        [
+            factor * sum(sent.size * sent.times for sent in list_(side.job) if unhidden in ("", sent.overlaps))
+            for side, factor in ((less, 1), (more, scale))
+        ]
+        for list_, unhidden in ((collectives, "nothing"), (offloads, ""))
+    )
     offload = more.job.strategy.offload != "none" and less.job.strategy.offload == "none"
     causes = {
         f"it computes {ratio - 1:.0%} more": ratio > 1 + EQUAL,
-        "it sends more": more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes,
+        "it sends more": scale * more.forecast.communication_bytes > (1 + EQUAL) * less.forecast.communication_bytes,
         f"its optimizer steps {stepped:.1f} times as much on each rank": stepped > 1 + EQUAL,
         "its optimizer steps on the host": offload,
         f"it moves {format_bytes(moved[1])} between device and host": moved[1] > (1 + EQUAL) * moved[0],
         f"no computation overlaps {format_bytes(exposed[1])} of its transfers": exposed[1] > exposed[0],
     }
     why = ", and ".join(cause for cause, holds in causes.items() if holds)
-    sentence = f"A step of {more.label} takes {format_step_seconds(many)} instead of {format_step_seconds(few)}"
+    of_step = f"The {tokens[sides.index(less)]:,} tokens of a step of {less.label} take {more.label}"
+    what = f"A step of {more.label} takes" if scale == 1 else of_step
+    sentence = f"{what} {format_step_seconds(many)} instead of {format_step_seconds(few)}"
     yield f"{sentence}: {why}." if why else f"{sentence}."

@@ -72,7 +72,7 @@ class Slot:
     """A tensor that waits in the host's memory."""
 
     def __init__(self, tensor: torch.Tensor, previous: Slot | None) -> None:
-        self.like = {"dtype": tensor.dtype, "device": tensor.device}
+        self.like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
         self.shape = tensor.shape
         self.waits: torch.Tensor | None = None
         """On the host."""
@@ -122,7 +122,7 @@ class Host:
         if tensor.device.type != "cuda":
             slot.waits = tensor.clone() if self._kind == "cpu" else None
             return slot
-        self._stream = self._stream or torch.cuda.Stream()
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         kept = self._free.setdefault((tensor.shape, tensor.dtype), [])
         slot.waits = kept.pop() if kept else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())
