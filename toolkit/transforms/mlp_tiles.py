@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MlpTiles(Transform):
-    """`--mlp-tiles`, for MLPs whose one input is the hidden states. A mixture's routed experts are left as they are."""
+    """`--mlp-tiles`, for MLPs with one input, the hidden states. A mixture's routed experts are left as they are."""
 
     name = "mlp_tiles"
 
