@@ -32,6 +32,7 @@ from toolkit.training.loop import train
 from toolkit.training.metrics import evaluate, should_stop
 from toolkit.training.plain_accelerate import AuditCallback, audit
 from toolkit.training.preparation import prepare, prepared
+from toolkit.training.rehearsal import rehearse
 from toolkit.training.run_log import log
 from toolkit.training.setup import accelerator, job
 from toolkit.training.step_profile import profile_steps
@@ -70,6 +71,7 @@ __all__ = [
     "prepared",
     "preview",
     "profile_steps",
+    "rehearse",
     "report",
     "resume",
     "runs",

@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 from os.path import expanduser  # a shell leaves the `~` in `--run-dir=~/runs`
 from typing import Any
 
-from toolkit.cli.planning_commands import config, describe, doctor, forecast, guard, plan, precisions, preview, timeline
+from toolkit.cli.planning_commands import (
+    config,
+    describe,
+    doctor,
+    forecast,
+    guard,
+    plan,
+    precisions,
+    preview,
+    rehearse,
+    timeline,
+)
 from toolkit.cli.run_commands import compare, export, generate, launch, report, resume, runs, stop, train, watch
 from toolkit.config.flags import Parser, add_flags, flag
 from toolkit.config.run_config import RunConfig
@@ -75,6 +86,10 @@ TARGET_DIGEST = _argument("--sha256", help=argparse.SUPPRESS)  # of a function's
 FORECASTING = (MODEL, REMOTE_CODE, HARDWARE, TOTAL_RANKS)
 AGAINST = _argument(
     "--against", metavar="FIELDS", help="compare with: 'fsdp', or 'sharding=fsdp,offload=cpu,micro_batch=8'"
+)
+REHEARSED = (
+    _argument("--ranks", type=int, required=True, metavar="N", help="ranks of the planned run"),
+    _argument("--rank", type=int, default=0, metavar="R", help="which of them, from 0 (default: 0)"),
 )
 PLANNING = (
     MODEL,
@@ -208,6 +223,7 @@ def build_parser() -> Parser:
     add(precisions, [*FORECASTING, COMPARED_RUN], Strategy)
     other_fields = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name not in PREVIEWED)
     add(guard, [MODEL, REMOTE_CODE, TOTAL_RANKS], Strategy)
+    add(rehearse, [MODEL, REMOTE_CODE, *REHEARSED], Strategy, TrainConfig)
     add(preview, PREVIEW, RunConfig, without=other_fields)
     add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     add(config, CONFIG, Strategy)

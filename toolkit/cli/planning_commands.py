@@ -99,6 +99,15 @@ def guard(flags: argparse.Namespace) -> Result:
     return certificate
 
 
+def rehearse(flags: argparse.Namespace) -> Result:
+    """Run one rank of many on this machine, without the others: measured memory beside the forecast."""
+    from toolkit.models import describe
+    from toolkit.training.rehearsal import rehearse
+
+    spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
+    return rehearse(spec, read(Strategy, flags), read(TrainConfig, flags), ranks=flags.ranks, rank=flags.rank)
+
+
 def timeline(flags: argparse.Namespace) -> Result:
     """Forecast the memory of each phase; with --run, compare a measured run."""
     from toolkit.forecasting.finished_run import read_finished_run

@@ -1,0 +1,74 @@
+"""`rehearse`: one rank of many holds what the forecast says, and what that rank of a real run holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from programs import python
+
+from toolkit import Strategy, TrainConfig, describe, rehearse
+from toolkit.core.errors import StrategyError
+from toolkit.models import ModelSpec
+
+pytestmark = pytest.mark.dist
+
+WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 8192}
+BATCH = TrainConfig(micro_batch=1, seq_len=256, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    folder = tiny.llama(tmp_path_factory.mktemp("rehearsal") / "llama", **{**tiny.DENSE, **WIDE})
+    return describe(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "rank"),
+    [
+        ({"sharding": "fsdp"}, 256, 37),
+        ({"sharding": "hsdp", "dp_replicate": 4, "adapter": "lora", "precision": "bf16"}, 64, 63),
+        ({"sharding": "fsdp_grad_op", "tp": 2, "loss": "chunked"}, 64, 1),
+        ({"sharding": "fsdp", "cp": 2, "cp_attention": "gather"}, 1024, 1000),
+    ],
+)
+def test_a_rank_of_many_holds_what_is_forecast(
+    spec: ModelSpec, strategy: dict[str, Any], ranks: int, rank: int
+) -> None:
+    result = rehearse(spec, Strategy(**strategy), BATCH, ranks=ranks, rank=rank)
+    assert 0.98 <= result.ratio <= 1.02
+    assert (result.ranks, result.rank) == (ranks, rank)
+    assert result.step_seconds > 0
+
+
+def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number % 200}" for number in range(4096)))
+    size = ("--seq-len", "256", "--micro-batch", "1", "--steps", "3", "--no-save", "--save-every", "0")
+    way = ("--processes", "2", "--sharding", "fsdp", "--activation-checkpointing", "full", "--loss", "whole")
+    given = ("--model", spec.source, "--data", "text.txt")
+    python("-m", "toolkit.cli", "train", *given, *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
+    real = json.loads((tmp_path / "run" / "memory.json").read_text())["measured"]["per_rank"][1]["phases"]
+    alone = rehearse(spec, Strategy(sharding="fsdp", loss="whole"), BATCH, ranks=2, rank=1).phases
+    for name in ("forward", "backward", "step"):
+        assert alone[name] == pytest.approx(real[name], rel=0.02), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "rank", "words"),
+    [
+        ({"sharding": "fsdp"}, 8, 8, "rank 8: expected 0 to 7"),
+        ({"sharding": "none"}, 1, 0, "one rank has no others"),
+        ({"sharding": "zero3"}, 8, 0, "DeepSpeed needs the other ranks. Choose fsdp"),
+        ({"sharding": "ddp"}, 8, 0, "DDP waits for the sums"),
+        ({"pp": 2}, 2, 0, "Leave out --pp"),
+        ({"sharding": "fsdp", "adapter": "qlora"}, 8, 0, "packs real weights. Choose --adapter lora"),
+    ],
+)
+def test_what_has_no_rehearsal_is_refused(
+    spec: ModelSpec, strategy: dict[str, Any], ranks: int, rank: int, words: str
+) -> None:
+    with pytest.raises(StrategyError, match=words):
+        rehearse(spec, Strategy(**strategy), BATCH, ranks=ranks, rank=rank)
