@@ -56,6 +56,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.training.loop import train
     from toolkit.training.metrics import evaluate
     from toolkit.training.preparation import audit
+    from toolkit.training.replicas import differing_replicas
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = (
@@ -65,7 +66,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     accumulation = cell.get("accumulation", ACCUMULATION)
     micro = ROWS // accumulation // dp_size
     train_config = TrainConfig(
-        steps=4, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
+        steps=max(4, cell["upto"]), micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
     ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
@@ -77,7 +78,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     for step in train(ours, batches, schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])
         loads.append(step.experts)
-        if step.step == start + 1:
+        if step.step in (start + 1, cell["upto"]):  # at the end, too, replicas are equal
             audit(ours, gradients=step.gradients)
         if saver and step.step in cell.get("saves", ()):
             saver.save(step.step)
@@ -87,6 +88,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads}
+    if "spoil" in cell:  # as a gradient would that one rank reduces otherwise
+        named = ours.model.named_parameters()
+        next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)
+        measured["differing"] = differing_replicas(ours)
     if "export" in cell:
         planned = save(ours, tokenizer, Path(cell["export"]))
         result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))

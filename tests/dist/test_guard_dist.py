@@ -46,6 +46,21 @@ def split(self, batch, job, rank, masked=None):
 
 ContextParallel.split = split
 """
+LOCAL_GRADIENT = """
+import torch
+from toolkit.transforms import adapters
+split = adapters.split_adapters
+
+def unreduced(model):
+    split(model)
+    for layer in model.modules():
+        half = layer.lora_B["default"] if hasattr(layer, "lora_B") else None
+        if half is not None and hasattr(half.weight, "device_mesh"):
+            half.forward = lambda x, half=half: torch.nn.functional.linear(x, half.weight.to_local())
+
+adapters.split_adapters = unreduced
+"""
+"""The gradient of an adapter's A is that of this rank's outputs alone."""
 
 
 def run_guard(folder: Path, *flags: str, plugin: str = "", code: int = 0) -> dict[str, object]:
@@ -79,8 +94,9 @@ def test_shared_experts_are_certified(tmp_path: Path) -> None:
         (UPSTREAM, ("--tp", "2"), "norm.weight"),
         (NO_REDUCTION, ("--sharding", "ddp", "--cp", "2"), "model.embed_tokens.weight"),
         (WRONG_CUT, ("--sharding", "ddp", "--cp", "2"), "model.embed_tokens.weight"),
+        (LOCAL_GRADIENT, ("--tp", "2", "--adapter", "lora"), "lora_A.default.weight"),
     ],
-    ids=["upstream", "no reduction", "wrong cut"],
+    ids=["upstream", "no reduction", "wrong cut", "local gradient"],
 )
 def test_a_broken_cut_is_refused(tmp_path: Path, plugin: str, flags: tuple[str, ...], word: str) -> None:
     message = str(run_guard(tmp_path, *flags, plugin=plugin, code=2)["message"])

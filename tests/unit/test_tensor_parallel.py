@@ -18,6 +18,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import local_job, local_shape
 from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import accelerate_config, default_ranks, resolve
+from toolkit.engines.states import parameters_of
 from toolkit.models import ModelSpec
 from toolkit.training.setup import agree
 
@@ -82,7 +83,7 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
     [
         ({"sharding": "zero3"}, 4, "sharding 'zero3' does not run with tp 2"),
         ({"sharding": "ddp"}, 4, "sharding 'ddp' does not run with tp 2"),
-        ({"adapter": "lora"}, 4, "adapter 'lora' does not run with tp 2 yet"),
+        ({"adapter": "dora"}, 4, "adapter 'dora' does not run with tp 2 yet. Choose adapter none or lora, or --tp 1."),
         ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
         ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),
         ({"tp": 4}, 8, "4 does not divide its 2 key-value heads. Choose --tp 2."),
@@ -145,6 +146,26 @@ def test_transfers_follow_the_plan(spec: ModelSpec) -> None:
     # The gradient of the input of the head, of three projections and of two in each layer.
     assert sent[2].size == tokens * (1 + 5 * 2) * 64 * 2
     assert {one.times for one in sent} == {2}
+
+
+def test_adapters_send_little(spec: ModelSpec) -> None:
+    """Of a pair the part between its halves is sent, so bytes grow with its rank alone."""
+    jobs = [job_of(spec, adapter="lora", lora_rank=rank, activation_checkpointing="none") for rank in (1, 3)]
+    first, second = ([one.size for one in job.engine.communication(job) if one.link == "tp"] for job in jobs)
+    tokens = jobs[0].train_config.micro_batch * jobs[0].train_config.seq_len
+    # Two matrices a layer are split by inputs, five by outputs; bf16.
+    assert second[0] - first[0] == tokens * 2 * 2 * 2 * 2
+    assert second[1] == first[1]
+    assert second[2] - first[2] == tokens * 2 * 5 * 2 * 2
+
+
+def test_an_adapter_is_split_like_its_matrix(spec: ModelSpec) -> None:
+    job = job_of(spec, adapter="lora", lora_rank=4)
+    states = {state.name.removeprefix("model.layers.0."): state.shape for state in parameters_of(local_job(job))}
+    assert states["self_attn.q_proj.lora_A.default.weight"] == (4, 64)
+    assert states["self_attn.q_proj.lora_B.default.weight"] == (32, 4)
+    assert states["self_attn.o_proj.lora_A.default.weight"] == (4, 32)
+    assert states["self_attn.o_proj.lora_B.default.weight"] == (64, 4)
 
 
 def test_a_worker_finds_what_was_launched() -> None:

@@ -43,6 +43,14 @@ class State:
         return self.elements * BYTES_OF[self.dtype]
 
 
+def policy_dtypes(job: Job) -> dict[str, Any]:
+    """Return the dtypes of FSDP2's mixed-precision policy; None leaves the parameters' own."""
+    import torch
+
+    names = {field: job.settings[field] for field in ("param_dtype", "reduce_dtype")}
+    return {field: getattr(torch, name) if name else None for field, name in names.items()}
+
+
 def adapted(spec: ModelSpec, targets: str) -> list[str]:
     """Return the names of the linear modules that get an adapter, all in the text part.
 

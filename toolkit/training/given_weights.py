@@ -104,5 +104,7 @@ def value_sum(tensor: torch.Tensor, dtype: str) -> int:
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
-    chunks = torch.split(tensor.reshape(-1), CHUNK)
-    return sum([int(bits_of(chunk.to(kind)).sum(dtype=torch.int64)) for chunk in chunks])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in torch.split(tensor.reshape(-1), CHUNK):
+        total += bits_of(chunk.to(kind)).sum(dtype=torch.int64)
+    return int(total)

@@ -24,6 +24,7 @@ from toolkit.models.hf_loading import read_pretrained
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.given_weights import GivenWeights, bits_of
+from toolkit.training.replicas import differing_replicas
 from toolkit.training.streamed_weights import StreamedWeights
 from toolkit.transforms.adapters import quantization
 
@@ -200,7 +201,8 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
 
     Args:
         prepared: the model, its optimizer and the job.
-        gradients: after the first optimizer step, the dtypes of its gradients; then the moments are compared, too.
+        gradients: after the first optimizer step, the dtypes of its gradients; then the moments are compared, too, and the
+            parameters that several ranks hold alike. A collective then.
 
     A user's module may train other parameters than the spec (a new head, frozen parts, an adapter of PEFT's). Then bytes and
     dtypes are not compared.
@@ -218,6 +220,8 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     name, ranks = type(prepared.model).__name__, prepared.accelerator.num_processes
     result = Audit(engine=name, ranks=ranks, measured=state, expected=expected)
     wrong = engine.check(prepared)
+    if gradients is not None and ranks > 1:
+        wrong += differing_replicas(prepared)
     if result.ranks != job.ranks:
         wrong.append(f"world size is {result.ranks}, expected {job.ranks}")
     if expected is not None:

@@ -149,6 +149,21 @@ def _compare(folder: str, ranks: int, names: list[str]) -> dict[str, Any]:
     }
 
 
+def _draw_both_halves() -> None:
+    """Let PEFT draw an adapter's B, too. It is zero otherwise, and then no gradient of A is known in the first step."""
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    reset = LoraLayer.reset_lora_parameters
+
+    def drawn(layer: Any, name: str, *arguments: Any) -> None:
+        reset(layer, name, *arguments)
+        if name in layer.lora_B:
+            torch.nn.init.normal_(layer.lora_B[name].weight, std=0.02)
+
+    LoraLayer.reset_lora_parameters = drawn
+
+
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from transformers import AutoConfig
@@ -157,8 +172,10 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     logging.disable_progress_bar()
     strategy, ranks, values = from_dict(Strategy, request["strategy"]), request["ranks"], dict(request["config"])
     libraries = ["accelerate", *(["deepspeed"] if strategy.sharding.startswith("zero") else [])]
-    for name in (*libraries, *(["peft"] if strategy.adapter != "none" else [])):
+    for name in libraries:
         importlib.import_module(name)
+    if strategy.adapter != "none":
+        _draw_both_halves()
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
     work = (2 * strategy.pp, dp_size * ceil_div(ROWS, dp_size), strategy.cp > 1)
     fork = multiprocessing.get_context("fork")

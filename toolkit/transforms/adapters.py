@@ -23,6 +23,7 @@ from toolkit.engines.upstream import patched
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import kept_in_fp32
 from toolkit.transforms.fused_experts import packed_experts
+from toolkit.transforms.split_adapters import split_adapters, whole_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -244,13 +245,14 @@ def adapt(job: Job, model: PreTrainedModel) -> PeftModel:
 
     strategy, spec = job.strategy, cast("ModelSpec", job.spec)
     targets = adapted(spec, strategy.lora_targets)
-    with _seeded_by_name(model, job.train_config.seed):
+    with _seeded_by_name(model, job.train_config.seed), whole_sizes():
         options: dict[str, Any] = {"alpha": strategy.lora_alpha, "dropout": strategy.lora_dropout}
         peft_model = add_adapter(model, spec.kind, strategy.adapter, strategy.lora_rank, targets, **options)
     compute, storage = getattr(torch, job.compute_dtype), getattr(torch, job.kept_dtype)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(compute).to(storage)
+    split_adapters(peft_model)
     return peft_model
 
 

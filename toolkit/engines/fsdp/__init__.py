@@ -17,7 +17,7 @@ from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
-from toolkit.engines.states import can_stream, persistent_buffers
+from toolkit.engines.states import can_stream, persistent_buffers, policy_dtypes
 from toolkit.engines.timeouts import handlers
 from toolkit.engines.upstream import patched, shard_with_fsdp, ties_kept
 from toolkit.models.hf_loading import first_names, set_tensor
@@ -71,7 +71,7 @@ class FSDP(FSDPForecast):
             reshard_after_forward=ours["reshard_after_forward"],
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=ours["wrap"] or None,
-            mixed_precision_policy=MixedPrecisionPolicy(**_dtypes(job)),
+            mixed_precision_policy=MixedPrecisionPolicy(**policy_dtypes(job)),
             cpu_offload=ours["offload"],
             cpu_ram_efficient_loading=not job.strategy.quantized,
             activation_checkpointing=False,
@@ -238,14 +238,6 @@ class FSDP(FSDPForecast):
         yield from super().shards(prepared, create)
 
 
-def _dtypes(job: Job) -> dict[str, Any]:
-    """Return the dtypes of the mixed-precision policy; None leaves the parameters' own."""
-    import torch
-
-    names = {field: job.settings[field] for field in ("param_dtype", "reduce_dtype")}
-    return {field: getattr(torch, name) if name else None for field, name in names.items()}
-
-
 def _data_parallel(mesh: Any) -> tuple[int, ...]:
     """Return the sizes of a mesh without the dimensions of tensor and expert parallelism."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -257,7 +249,7 @@ def _groups(prepared: Prepared) -> list[str]:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     ours, plain = prepared.job.settings, not hasattr(prepared.accelerator, "job")
-    expected = {} if plain else _dtypes(prepared.job)  # a plain Accelerator has dtypes of its own
+    expected = {} if plain else policy_dtypes(prepared.job)  # a plain Accelerator has dtypes of its own
     wrapped, wrong = set(), []
     for name, module in prepared.model.named_modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
@@ -25,6 +26,7 @@ from toolkit.engines.mesh.plan import (
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
+from toolkit.engines.states import parameters_of, policy_dtypes
 from toolkit.engines.traces import Trace, TraceConfig
 from toolkit.engines.upstream import patched
 
@@ -117,10 +119,16 @@ class Mesh(Engine):
         return dataclasses.replace(config, tp=sizes.tp, ep=sizes.ep, tp_rank=job.coordinates(rank).tp)
 
     def simulate_load(self, simulation: Simulation) -> None:
-        """Simulate loading: each rank reads its slices directly to its device."""
-        simulation.ledger.enter("load")
-        simulation.ledger.hold("parameters", simulation.state.parameters)
-        simulation.ledger.enter("prepare")
+        """Simulate loading: each rank reads its slices directly to its device. Under an adapter FSDP shards them later."""
+        ledger, kept = simulation.ledger, simulation.state.parameters
+        ledger.enter("load")
+        if self._shards_later(simulation.job):
+            split = sum(state.bytes for state in parameters_of(local_job(simulation.job, simulation.rank)))
+            ledger.hold("parameters", split)
+            ledger.hold("parameters", kept - split)
+        else:
+            ledger.hold("parameters", kept)
+        ledger.enter("prepare")
 
     def simulate_training(self, simulation: Simulation) -> None:
         """Simulate the inner engine over local shapes."""
@@ -150,42 +158,52 @@ class Mesh(Engine):
     def load_model(self, job: Job, reader: Any) -> Any:
         """Read this rank's part of every weight; `reader` is a `loading.Reader`.
 
-        transformers applies both plans and FSDP2 on the meta device, then reads only the slices of this rank.
+        transformers applies both plans and FSDP2 on the meta device, then reads only the slices of this rank. An adapter comes
+        between the two, so with one `before_prepare` applies FSDP2.
         """
         from transformers.distributed import DistributedConfig, mixin
 
         register_summed()
-        sizes, plugin = job.parallelism, getattr(reader.accelerator.state, "fsdp_plugin", None)
+        sizes, later = job.parallelism, self._shards_later(job)
         dense = {"tp_size": sizes.tp, "fsdp_size": sizes.dp_shard, "dp_replicate_size": sizes.dp_replicate}
         config = DistributedConfig(**dense, ep_size=sizes.ep)
-        with patched(mixin, apply_fully_sharded_data_parallelism=_fully_shard(job, plugin)):
+        shard = (lambda model, *_: model) if later else partial(_fully_shard, job)
+        with patched(mixin, apply_fully_sharded_data_parallelism=shard):
             model = reader.read(distributed_config=config)
         # Saving would gather the model once more, which the export has done.
         model.config.distributed_config = None
         return model
 
+    def _shards_later(self, job: Job) -> bool:
+        """Return whether FSDP2 is applied to weights that have been read: an adapter has to be there."""
+        return self.sharded and job.strategy.adapter != "none"
+
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Refuse a model that `toolkit.load` has not split.
+        """Apply FSDP2 where it waits for an adapter. Refuse a model that `toolkit.load` has not split.
 
         Raises:
             StrategyError: for a whole model.
         """
+        from torch.distributed.fsdp import FSDPModule
+
         if getattr(model, "_tp_size", None) != job.parallelism.tp or job.spec is None:
             raise StrategyError(
                 f"prepare got a {type(model).__name__} that is not split for {job.strategy.label}: weights are split while "
                 "they are read. Make the Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
             )
+        if self._shards_later(job) and not isinstance(model, FSDPModule):
+            _fully_shard(job, model, model._mesh_manager)
 
     def check(self, prepared: Prepared) -> list[str]:
         """Check the inner engine, and that each planned parameter is split over its group."""
         from torch.distributed.tensor import DTensor
 
         job = prepared.job
-        assert job.spec is not None
         wrong = self.inner.check(dataclasses.replace(prepared, job=local_job(job)))
         plan, sizes = job.settings["plan"], job.parallelism
-        named = dict(prepared.accelerator.unwrap_model(prepared.model).named_parameters())
-        for parameter in job.spec.parameters:
+        parameters = prepared.accelerator.unwrap_model(prepared.model).named_parameters()
+        named = {name.removeprefix("base_model.model."): parameter for name, parameter in parameters}
+        for parameter in parameters_of(job):
             tensor = named.get(parameter.name)
             group = "ep" if style_of(parameter.name, plan) == EXPERTS else "tp"
             ranks = parts_of(tensor, group) if isinstance(tensor, DTensor) else 1
@@ -250,31 +268,29 @@ def register_summed() -> None:
     tensor_parallel.ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", Summed())
 
 
-def _fully_shard(job: Job, plugin: Any) -> Callable[..., Any]:
-    """Return a function with the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py)."""
+def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, str]) -> Any:
+    """Shard a model in the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py); `plans`: FSDP's and the experts'."""
+    from accelerate.utils.fsdp_utils import _find_final_norm
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    def apply(model: Any, mesh_manager: Any, fsdp_plan: Any, ep_plan: Any) -> Any:
-        from accelerate.utils.fsdp_utils import _find_final_norm
-        from torch.distributed.fsdp import fully_shard
-
-        replicas = ("dp_replicate",) if job.parallelism.dp_replicate > 1 else ()
-        options = {"mesh": mesh_manager.get_mesh((*replicas, "fsdp")), "mp_policy": plugin.mixed_precision_policy}
-        reshard = job.settings["reshard_after_forward"]
-        if job.parallelism.ep > 1:
-            _shard_experts(job, model, ep_plan, {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
-        for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
-            fully_shard(module, reshard_after_forward=reshard, **options)
-        embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
-        if tied := bool(model.all_tied_weights_keys):
-            model.tie_weights(recompute_mapping=False)  # on the meta device they are not tied yet
-        else:
-            fully_shard(embedding, reshard_after_forward=reshard, **options)
-        tail = [module for module in ((norm, embedding, head) if tied else (norm, head)) if module is not None]
-        fully_shard(tail, reshard_after_forward=False, **options)
-        fully_shard(model, **options)
-        return model
-
-    return apply
+    replicas = ("dp_replicate",) if job.parallelism.dp_replicate > 1 else ()
+    policy = MixedPrecisionPolicy(**policy_dtypes(job))
+    options = {"mesh": mesh_manager.get_mesh((*replicas, "fsdp")), "mp_policy": policy}
+    reshard = job.settings["reshard_after_forward"]
+    if job.parallelism.ep > 1:
+        _shard_experts(job, model, plans[1], {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
+    for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
+        fully_shard(module, reshard_after_forward=reshard, **options)
+    embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
+    if tied := bool(model.all_tied_weights_keys):
+        if embedding.weight.is_meta:
+            model.tie_weights(recompute_mapping=False)
+    else:
+        fully_shard(embedding, reshard_after_forward=reshard, **options)
+    tail = [module for module in ((norm, embedding, head) if tied else (norm, head)) if module is not None]
+    fully_shard(tail, reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
+from toolkit.engines.states import State, adapted
 from toolkit.models import ModelSpec, Parameter
 from toolkit.models.varlen import DROPOUTS
 
@@ -24,14 +25,19 @@ SUMMED = "replicated_with_grad_allreduce"
 GATHERED = "colwise_gather_output"
 EXPERTS = "grouped_gemm"
 """Splits fused experts by their first dimension, over the ranks of an expert-parallel group."""
+ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
+"""The name of a half of an adapter: its module, and which one."""
 
 SUPPORTED = {
     "sharding": ("none", "fsdp", "fsdp_grad_op", "hsdp"),
-    "adapter": ("none",),
+    "adapter": ("none", "lora"),
     "offload": ("none",),
     "precision": ("bf16", "fp32", "bf16_pure"),
 }
-"""The values of `Strategy` that run with tensor and expert parallelism: fp16's scaler takes no tensors over several meshes."""
+"""The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes.
+
+With expert parallelism the same run, but for adapters.
+"""
 
 
 def refuse(job: Job) -> None:
@@ -42,7 +48,8 @@ def refuse(job: Job) -> None:
     """
     strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
     degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
-    for name, choices in SUPPORTED.items():
+    for name, values in SUPPORTED.items():
+        choices = ("none",) if name == "adapter" and ep > 1 else values
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
@@ -106,7 +113,7 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the plan's style of a parameter, by its own name or its module's; None where it is replicated."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer.", "."))
     return plan.get(generic) or plan.get(generic.rpartition(".")[0])
 
 
@@ -120,8 +127,14 @@ def plan_of(spec: ModelSpec, sizes: Parallelism) -> dict[str, str]:
     } | experts
 
 
-def split_dimension(parameter: Parameter, plan: Mapping[str, str]) -> int | None:
-    """Return the dimension of a parameter that the ranks share; None where each holds it whole."""
+def split_dimension(parameter: Parameter | State, plan: Mapping[str, str]) -> int | None:
+    """Return the dimension of a parameter that the ranks share; None where each holds it whole.
+
+    Of an adapter's halves B is split like the rows of its matrix, and A like the columns.
+    """
+    if half := ADAPTER.fullmatch(parameter.name):
+        style = style_of(f"{half[1]}.weight", plan)
+        return {("lora_B", True): 0, ("lora_A", False): 1}.get((half[2], style in COLWISE)) if style else None
     style = style_of(parameter.name, plan)
     if style in (*COLWISE, EXPERTS):
         return 0
@@ -210,6 +223,17 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
                 gathered += repeated * tokens * shape[0] * compute
             elif style == GATHERED and job.strategy.loss == "whole":
                 gathered += tokens * shape[0] * compute
+    rank, targets = job.strategy.lora_rank, job.strategy.lora_targets
+    for name, shape in _weights(spec) if job.strategy.adapter != "none" else ():
+        style = style_of(name, plan)
+        if name.rpartition(".")[0] not in adapted(spec, targets):
+            continue
+        if style == COLWISE[0]:
+            backward += tokens * rank * compute
+        elif style == ROWWISE[0]:
+            summed += repeated * tokens * rank * compute
+        elif style is not None:  # the half that is split is gathered
+            gathered += repeated * rank * shape[0 if style in COLWISE else 1] * widest
     share, micro = (tp - 1) / tp, job.train_config.accumulation
     dense = [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),

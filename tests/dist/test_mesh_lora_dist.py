@@ -1,0 +1,94 @@
+"""LoRA over matrices that are split: the losses of one process, with its dropout; checkpoints, replicas and the export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.dist
+
+LORA = {"adapter": "lora", "lora_rank": 4}
+TP = {**LORA, "tp": 2, "loss": "chunked"}
+DROPPED = {**LORA, "lora_dropout": 0.1}
+
+Gave = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with sizes that two ranks cannot share evenly, and a Phi-3: its products take and give whole tensors."""
+    root = tmp_path_factory.mktemp("lora")
+    tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, intermediate_size=175)
+    tiny.phi3(root / "phi3")
+    return root
+
+
+@pytest.fixture(scope="module")
+def gave(root: Path) -> Gave:
+    """What each run gave, by its number of ranks and its name."""
+
+    def cell(name: str, model: str, strategy: dict[str, Any], upto: int = 4, **more: Any) -> dict[str, Any]:
+        more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
+        return {"name": name, "folder": str(root / model), "strategy": strategy, "upto": upto, **more}
+
+    both = {**TP, "sharding": "fsdp"}
+    whole = [cell("llama", "llama", LORA, export="llama-1"), cell("phi3", "phi3", LORA)]
+    groups = [
+        (1, [*whole, cell("dropped", "llama", DROPPED, upto=20)]),
+        (
+            2,
+            [
+                cell("llama", "llama", TP, into="tp", saves=[2], export="llama-2", spoil="0.mlp.up_proj.lora_A.default.weight"),
+                cell("dropped", "llama", {**DROPPED, "tp": 2, "activation_checkpointing": "full"}, upto=20),
+                cell("to fsdp", "llama", {**LORA, "sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[3]),
+            ],
+        ),
+        (
+            4,
+            [
+                cell("llama", "llama", {**both, "activation_checkpointing": "none"}, export="llama-4"),
+                cell("phi3", "phi3", both),
+                cell("and back", "llama", {**both, "sharding": "fsdp_grad_op"}, **{"from": "fsdp/step-00000003"}),
+            ],
+        ),
+        (1, [cell("to one", "llama", LORA, **{"from": "tp/step-00000002"})]),
+    ]  # fmt: skip
+    return tiny.run_meshes(groups, root / "llama", root / "scratch")
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "llama"), (2, "dropped"), (4, "llama"), (4, "phi3")])
+def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
+    """With dropout, too: all replicas still have equal bits after 20 steps, or the worker's audit would have failed."""
+    reference, result = gave[1, name], gave[count, name]
+    tiny.assert_same(result["steps"], reference["steps"])
+    assert result["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-5)
+
+
+def test_dropout_drops(gave: Gave) -> None:
+    assert gave[1, "dropped"]["steps"][1][1] != pytest.approx(gave[1, "llama"]["steps"][1][1], rel=1e-3)
+
+
+def test_a_replica_with_other_values_is_found(gave: Gave) -> None:
+    (sentence,) = gave[2, "llama"]["differing"]
+    assert sentence.endswith("0.mlp.up_proj.lora_A.default.weight has other values on rank 1 than on rank 0")
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "to fsdp"), (4, "and back"), (1, "to one")])
+def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str) -> None:
+    result = gave[count, name]["steps"]
+    tiny.assert_same(result, gave[1, "llama"]["steps"][-len(result) :])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_exported_adapter_has_the_layout_of_one_process(gave: Gave, root: Path, count: int) -> None:
+    assert count == 2 or gave[count, "llama"]["logits_error"] <= 1e-6
+    ours, theirs = (load_file(root / f"llama-{ranks}" / "adapter_model.safetensors") for ranks in (count, 1))
+    assert {name: tensor.shape for name, tensor in ours.items()} == {
+        name: tensor.shape for name, tensor in theirs.items()
+    }
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    assert all((root / f"llama-{count}" / name).is_file() for name in names)
