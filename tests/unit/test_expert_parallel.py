@@ -42,7 +42,7 @@ for ranks, tp, ep in ((2, 1, 2), (4, 2, 4), (2, 2, 2)):
     with fake_mesh(job.engine.trace_config(job, masked=False)) as mesh:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        distribute(model, mesh)
+        distribute(model, mesh, job.spec)
         assert {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()} == shapes, (tp, ep)
 """
 

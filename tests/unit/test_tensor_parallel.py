@@ -42,7 +42,7 @@ for rank in (0, 1):
     with fake_mesh(config) as mesh:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
-        distribute(model, mesh)
+        distribute(model, mesh, spec)
         for name, parameter in model.named_parameters():
             for known in spec.parameters:
                 if known.name == name:
@@ -86,7 +86,6 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
         ({"adapter": "dora"}, 4, "adapter 'dora' does not run with tp 2 yet. Choose adapter none or lora, or --tp 1."),
         ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
         ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),
-        ({"tp": 4}, 8, "4 does not divide its 2 key-value heads. Choose --tp 2."),
         ({"tp": 3}, 6, "3 does not divide its 4 attention heads. Choose --tp 2."),
         ({}, 2, "sharding 'fsdp' with tp 2 needs at least 4 ranks; got 2."),
         ({"sharding": "none"}, 4, "sharding 'none' is 2 ranks; got 4 ranks. Choose sharding 'fsdp', or 2 processes."),
@@ -106,6 +105,7 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
         ({"tp_plan": {}}, "no tensor-parallel plan"),
         ({"tp_plan": {"a": "mla_kv_a_proj"}}, "its plan has style 'mla_kv_a_proj'"),
         ({"config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
+        ({"heads": 6, "config": {"num_key_value_heads": 3}}, "2 does not divide its 3 key-value heads. Choose --tp 3."),
         ({"kind": "seq2seq"}, "only causal models of text alone"),
     ],
 )
@@ -157,6 +157,17 @@ def test_adapters_send_little(spec: ModelSpec) -> None:
     assert second[0] - first[0] == tokens * 2 * 2 * 2 * 2
     assert second[1] == first[1]
     assert second[2] - first[2] == tokens * 2 * 5 * 2 * 2
+
+
+def test_ranks_share_a_head_of_keys_where_there_are_fewer(spec: ModelSpec) -> None:
+    job = job_of(spec, 8, tp=4, activation_checkpointing="none")
+    plan = job.settings["plan"]
+    assert {plan[f"model.layers.*.self_attn.{name}_proj"] for name in "kv"} == {"colwise_shared_heads"}
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    tokens = job.train_config.micro_batch * job.train_config.seq_len
+    gathered = [one.size for one in job.engine.communication(job) if one.link == "tp"][1]
+    # The head's logits once; two heads of 16 of keys and of values in two layers, and their gradients. bf16.
+    assert gathered == tokens * (257 + 2 * 2 * 2 * 32) * 2 * 3 / 4
 
 
 def test_an_adapter_is_split_like_its_matrix(spec: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.engines.states import expert_shapes, packed_shape, quantizable
 from toolkit.engines.traces import LayerStack, TraceConfig
 from toolkit.models import ModelSpec
@@ -178,7 +179,7 @@ def fake_mesh(config: TraceConfig) -> Iterator[Any]:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-def distribute(model: Any, mesh: Any) -> None:
+def distribute(model: Any, mesh: Any, spec: ModelSpec) -> None:
     """Apply transformers' tensor-parallel and expert-parallel plans, as `from_pretrained` does before it reads weights.
 
     Tied weights get parameters of their own until they are tied again: a plan finds a shared parameter by one name only.
@@ -188,7 +189,7 @@ def distribute(model: Any, mesh: Any) -> None:
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from toolkit.engines.mesh import register_summed
+    from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
     from toolkit.forecasting.fake_kernels import register_balanced
 
     register_summed()
@@ -199,7 +200,10 @@ def distribute(model: Any, mesh: Any) -> None:
             module._parameters[name] = copy
         known.add(id(parameter))
     tp, ep, fsdp = (mesh.get_mesh(name) for name in ("tp", "ep", "fsdp"))
-    sizes = DistributedConfig(tp_size=tp.size(), ep_size=ep.size(), fsdp_size=fsdp.size())
+    degrees = Parallelism(tp=tp.size(), ep=ep.size())
+    if shared := register_shared(spec, degrees):
+        group_heads(model, spec, degrees)
+    sizes = DistributedConfig(tp_size=tp.size(), ep_size=ep.size(), fsdp_size=fsdp.size(), tp_plan=shared or None)
     plan, experts, _ = model._resolve_parallel_plans(sizes)
     if tp.size() > 1:
         apply_tensor_parallelism(model, tp, plan)

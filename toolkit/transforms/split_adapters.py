@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import ceil_div
-from toolkit.engines.mesh.plan import COLWISE, style_of
+from toolkit.engines.mesh.plan import COLWISE, SHARED, style_of
 from toolkit.engines.upstream import patched
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def split_adapters(peft_model: Any) -> None:
         kind, half = ("colwise", layer.lora_B) if style in COLWISE else ("rowwise", layer.lora_A)
         split: Any = half["default"]
         ALL_PARALLEL_STYLES[kind].shard_param(split, "weight", mesh)
-        if style != kind:
+        if style not in (kind, SHARED):
             split.forward = _gathered(split)
             continue
-        ALL_PARALLEL_STYLES[kind].install_forward(split, mesh)
+        ALL_PARALLEL_STYLES[style].install_forward(split, mesh)
         dropout: Any = layer.lora_dropout["default"]
         if kind == "rowwise" and getattr(dropout, "p", None):  # an `Identity` has none
             dropout.forward = _dropped(dropout, layer.in_features, mesh)

@@ -23,6 +23,7 @@ from toolkit.engines.mesh.plan import (
     style_of,
     transfers,
 )
+from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
@@ -163,13 +164,17 @@ class Mesh(Engine):
         """
         from transformers.distributed import DistributedConfig, mixin
 
+        assert job.spec is not None
         register_summed()
         sizes, later = job.parallelism, self._shards_later(job)
         dense = {"tp_size": sizes.tp, "fsdp_size": sizes.dp_shard, "dp_replicate_size": sizes.dp_replicate}
-        config = DistributedConfig(**dense, ep_size=sizes.ep)
+        shared = register_shared(job.spec, sizes)
+        config = DistributedConfig(**dense, ep_size=sizes.ep, tp_plan=shared or None)
         shard = (lambda model, *_: model) if later else partial(_fully_shard, job)
         with patched(mixin, apply_fully_sharded_data_parallelism=shard):
             model = reader.read(distributed_config=config)
+        if shared:
+            group_heads(model, job.spec, sizes)
         # Saving would gather the model once more, which the export has done.
         model.config.distributed_config = None
         return model
@@ -232,40 +237,6 @@ def parts_of(tensor: Any, group: str) -> int:
     names = tensor.device_mesh.mesh_dim_names or ()
     place = names.index(group) if group in names else None
     return tensor.device_mesh.size(place) if place is not None and tensor.placements[place].is_shard() else 1
-
-
-def register_summed() -> None:
-    """Replace transformers' style of a norm over local heads: its gradients are summed over the ranks.
-
-    Upstream's hook sums `parameter.grad`, which from the second micro-batch on contains the first one's sum. A hook on the
-    tensor gets the gradient of each micro-batch alone.
-    """
-    import torch
-    import torch.distributed as dist
-    from transformers.distributed import tensor_parallel
-
-    class Summed(tensor_parallel.ReplicatedWithGradAllReduce):  # type: ignore[misc]
-        def install_forward(self, module: Any, mesh: Any) -> Any:
-            forward = module.forward
-            hooked: dict[str, torch.nn.Parameter] = {}
-
-            def summed(gradient: torch.Tensor) -> torch.Tensor:
-                total = gradient.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-                dist.all_reduce(total, group=mesh.get_group())
-                return total.to(gradient.dtype)
-
-            def tp_forward(*args: Any, **kwargs: Any) -> Any:
-                if torch.is_grad_enabled():
-                    for name, parameter in module.named_parameters(recurse=False):
-                        if parameter.requires_grad and hooked.get(name) is not parameter:
-                            parameter.register_hook(summed)
-                            hooked[name] = parameter
-                return forward(*args, **kwargs)
-
-            module.forward = tp_forward
-            return module
-
-    tensor_parallel.ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", Summed())
 
 
 def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, str]) -> Any:

@@ -16,7 +16,9 @@ from toolkit.engines.states import State, adapted
 from toolkit.models import ModelSpec, Parameter
 from toolkit.models.varlen import DROPOUTS
 
-COLWISE = ("colwise", "colwise_gather_output", "embedding_rowwise")
+SHARED = "colwise_shared_heads"
+"""Splits keys and values where several ranks use one head: its output is that head, whole on each of them."""
+COLWISE = ("colwise", "colwise_gather_output", "embedding_rowwise", SHARED)
 """Styles that split the first dimension of a weight, and of a bias."""
 ROWWISE = ("rowwise", "rowwise_split_input")
 """Styles that split the second dimension of a weight; a bias stays whole. The second takes a whole input (Phi-3)."""
@@ -99,8 +101,9 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
         if refused:
             yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
     keys = spec.config.get("num_key_value_heads")
+    shared = SHARED in plan_of(spec, sizes).values()
     for what, count in (("attention heads", spec.heads), ("key-value heads", keys)):
-        if isinstance(count, int) and count % tp:
+        if isinstance(count, int) and count % tp and not (shared and count == keys and spec.heads % tp == 0):
             fits = [size for size in range(2, count + 1) if count % size == 0 and spec.heads % size == 0]
             yield f"{tp} does not divide its {count} {what}. Choose --tp {fits[0] if fits else 1}."
     for name in DROPOUTS:
@@ -118,12 +121,20 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def plan_of(spec: ModelSpec, sizes: Parallelism) -> dict[str, str]:
-    """Return the styles in use: the tensor-parallel plan's, without modules that an expert-parallel plan names, and that plan's."""
+    """Return the styles in use: the tensor-parallel plan's, without modules that an expert-parallel plan names, and that plan's.
+
+    With fewer heads of keys than ranks, a multiple of them, several ranks share a head.
+    """
     experts = dict(spec.ep_plan) if sizes.ep > 1 else {}
     inside = tuple(f"{name}." for name in experts)
     dense = spec.tp_plan if sizes.tp > 1 else {}
+    heads = spec.config.get("num_key_value_heads")
+    shared = isinstance(heads, int) and heads < sizes.tp and sizes.tp % heads == 0
+    of_heads = {(name, COLWISE[0]): SHARED for name in dense if shared and name.endswith((".k_proj", ".v_proj"))}
     return {
-        name: style for name, style in dense.items() if name not in experts and not name.startswith(inside)
+        name: of_heads.get((name, style), style)
+        for name, style in dense.items()
+        if name not in experts and not name.startswith(inside)
     } | experts
 
 
@@ -223,13 +234,16 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
                 gathered += repeated * tokens * shape[0] * compute
             elif style == GATHERED and job.strategy.loss == "whole":
                 gathered += tokens * shape[0] * compute
+            elif style == SHARED:  # and its gradients are reduce-scattered
+                gathered += (repeated + 1) * tokens * shape[0] * compute
     rank, targets = job.strategy.lora_rank, job.strategy.lora_targets
     for name, shape in _weights(spec) if job.strategy.adapter != "none" else ():
         style = style_of(name, plan)
         if name.rpartition(".")[0] not in adapted(spec, targets):
             continue
-        if style == COLWISE[0]:
+        if style in (COLWISE[0], SHARED):
             backward += tokens * rank * compute
+            gathered += (repeated + 1) * tokens * shape[0] * compute if style == SHARED else 0
         elif style == ROWWISE[0]:
             summed += repeated * tokens * rank * compute
         elif style is not None:  # the half that is split is gathered
