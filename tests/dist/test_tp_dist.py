@@ -1,4 +1,4 @@
-"""Tensor parallelism with LoRA, and with fewer heads of keys than ranks: losses, dropout, checkpoints, replicas, the export."""
+"""Tensor parallelism with LoRA, with DDP, and with few heads of keys: losses, checkpoints, replicas, the export."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gave(root: Path) -> Gave:
     both = {**TP, "sharding": "fsdp"}
     whole = [cell("llama", "llama", LORA, export="llama-1"), cell("phi3", "phi3", LORA)]
     heads = [("heads", {}), ("lora heads", DROPPED)]
-    whole += [cell(name, "heads", strategy) for name, strategy in heads]
+    whole += [cell("ddp", "llama", {}), *(cell(name, "heads", strategy) for name, strategy in heads)]
     groups = [
         (1, [*whole, cell("dropped", "llama", DROPPED, upto=20)]),
         (
@@ -59,17 +59,24 @@ def gave(root: Path) -> Gave:
                 cell("llama", "llama", {**both, "activation_checkpointing": "none"}, export="llama-4"),
                 cell("phi3", "phi3", both),
                 cell("and back", "llama", {**both, "sharding": "fsdp_grad_op"}, **{"from": "fsdp/step-00000003"}),
+                cell("ddp", "llama", {"tp": 2, "sharding": "ddp"}, export="ddp-4", into="ddp", saves=[2]),
                 *(cell(name, "heads", {**strategy, "tp": 4}, export=f"{name}-4") for name, strategy in heads),
             ],
         ),
-        (1, [cell("to one", "llama", LORA, **{"from": "tp/step-00000002"})]),
+        (
+            1,
+            [
+                cell("to one", "llama", LORA, **{"from": "tp/step-00000002"}),
+                cell("of ddp", "llama", {}, **{"from": "ddp/step-00000002"}),
+            ],
+        ),
     ]  # fmt: skip
     return tiny.run_meshes(groups, root / "llama", root / "scratch")
 
 
 @pytest.mark.parametrize(
     ("count", "name"),
-    [(2, "llama"), (2, "dropped"), (4, "llama"), (4, "phi3"), (4, "heads"), (4, "lora heads")],
+    [(2, "llama"), (2, "dropped"), (4, "llama"), (4, "phi3"), (4, "heads"), (4, "lora heads"), (4, "ddp")],
 )
 def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
     """With dropout, too: all replicas still have equal bits after 20 steps, or the worker's audit would have failed."""
@@ -87,10 +94,13 @@ def test_a_replica_with_other_values_is_found(gave: Gave) -> None:
     assert sentence.endswith("0.mlp.up_proj.lora_A.default.weight has other values on rank 1 than on rank 0")
 
 
-@pytest.mark.parametrize(("count", "name"), [(2, "to fsdp"), (4, "and back"), (1, "to one")])
-def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "name", "reference"),
+    [(2, "to fsdp", "llama"), (4, "and back", "llama"), (1, "to one", "llama"), (1, "of ddp", "ddp")],
+)
+def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str, reference: str) -> None:
     result = gave[count, name]["steps"]
-    tiny.assert_same(result, gave[1, "llama"]["steps"][-len(result) :])
+    tiny.assert_same(result, gave[1, reference]["steps"][-len(result) :])
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -102,6 +112,6 @@ def test_the_exported_adapter_has_the_layout_of_one_process(gave: Gave, root: Pa
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "heads", "lora heads"])
+@pytest.mark.parametrize("name", ["llama", "heads", "lora heads", "ddp"])
 def test_the_export_is_the_trained_model(gave: Gave, name: str) -> None:
     assert gave[4, name]["logits_error"] <= 1e-6

@@ -82,7 +82,7 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
     ("words", "ranks", "message"),
     [
         ({"sharding": "zero3"}, 4, "sharding 'zero3' does not run with tp 2"),
-        ({"sharding": "ddp"}, 4, "sharding 'ddp' does not run with tp 2"),
+        ({"sharding": "ddp"}, 2, "sharding 'ddp' with tp 2 needs at least 4 ranks; got 2."),
         ({"adapter": "dora"}, 4, "adapter 'dora' does not run with tp 2 yet. Choose adapter none or lora, or --tp 1."),
         ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
         ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
+from toolkit.core.units import BYTES_OF
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import (
@@ -27,7 +28,7 @@ from toolkit.engines.mesh.styles import group_heads, register_shared, register_s
 from toolkit.engines.optimizer_step import by_mesh
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import parameters_of, policy_dtypes
+from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
 from toolkit.engines.traces import Trace, TraceConfig
 from toolkit.engines.upstream import patched
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Mesh(Engine):
-    """`--tp N`, `--ep N` with `none`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plans over N ranks.
+    """`--tp N`, `--ep N` with `none`, `ddp`, `fsdp`, `fsdp_grad_op` and `hsdp`: transformers' plans over N ranks.
 
     The inner engine answers for the local job: without this parallelism, with this rank's shapes (`local_job`). It is an object
     and no base class, since its own calls have to see the local job alone. What it changes in `Engine` holds here too, unless this
@@ -46,10 +47,13 @@ class Mesh(Engine):
     """
 
     broadcasts_buffers = False
+    after_prepare, after_restore = Engine.after_prepare, Engine.after_restore  # no model is wrapped in DDP
 
     def __init__(self, inner: Engine, *, sharded: bool) -> None:
-        """Go around `inner`. `sharded`: it shards; otherwise there is one data-parallel rank."""
+        """Go around `inner`. `sharded`: it shards; otherwise every data-parallel rank has the same."""
         self.inner, self.sharded = inner, sharded
+        self._replicas: Any = None
+        """The process group of the ranks under `ddp` that hold the same part of the model that was read last."""
         for name in set(dir(Engine)) - vars(Mesh).keys():
             if not name.startswith("_") and getattr(type(inner), name) is not getattr(Engine, name):
                 setattr(self, name, getattr(inner, name))
@@ -91,12 +95,12 @@ class Mesh(Engine):
         return content
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the inner engine's. The launcher knows no groups, so `none` and `hsdp` look like the others."""
+        """Return the inner engine's. The launcher knows no groups: `none` looks like `ddp`, and `hsdp` like `fsdp`."""
         fields = self.inner.from_env(environ)
         if fields is None:
             return None
         left = {name: value for name, value in fields.items() if name not in ("sharding", "dp_replicate")}
-        return left if self.sharded else {"sharding": "none", **left}
+        return left
 
     # Forecast ---------------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,12 @@ class Mesh(Engine):
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return the inner engine's over local shapes, and those of the tensor- and expert-parallel groups."""
-        return [*self.inner.communication(local_job(job)), *transfers(job, self.autocast_dtype(job))]
+        local, ranks = local_job(job), job.parallelism.dp_size
+        inner = self.inner.communication(local)
+        if not self.sharded and ranks > 1:
+            size = 2 * (ranks - 1) / ranks * trained_elements(local) * BYTES_OF[job.weight_dtype]
+            inner = [Transfer(size, 1, "nothing", "replicas", "gradients, all-reduced")]
+        return [*inner, *transfers(job, self.autocast_dtype(job))]
 
     def compute_note(self, job: Job) -> str:
         """Return the inner engine's."""
@@ -170,9 +179,11 @@ class Mesh(Engine):
         dense = {"tp_size": sizes.tp, "fsdp_size": sizes.dp_shard, "dp_replicate_size": sizes.dp_replicate}
         shared = register_shared(job.spec, sizes)
         config = DistributedConfig(**dense, ep_size=sizes.ep, tp_plan=shared or None)
-        shard = (lambda model, *_: model) if later else partial(_fully_shard, job)
+        shard = partial(_fully_shard, job) if self.sharded and not later else lambda model, *_: model
         with patched(mixin, apply_fully_sharded_data_parallelism=shard):
             model = reader.read(distributed_config=config)
+        mesh = model._mesh_manager
+        self._replicas = None if self.sharded or sizes.dp_size == 1 else mesh.get_mesh("dp_replicate").get_group()
         if shared:
             group_heads(model, job.spec, sizes)
         # Saving would gather the model once more, which the export has done.
@@ -218,10 +229,12 @@ class Mesh(Engine):
         return wrong[:3]
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
-        """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once."""
+        """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once. Under `ddp` average before."""
         import torch
 
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._replicas is not None:
+            _average(gradients, self._replicas)
         norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
         whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
@@ -230,6 +243,18 @@ class Mesh(Engine):
             for gradient in gradients:
                 getattr(gradient, "_local_tensor", gradient).mul_(factor)
         return norm
+
+
+def _average(gradients: Sequence[Any], group: Any) -> None:
+    """Average gradients over the ranks of a group. Those that are equal already stay as they are."""
+    import torch.distributed as dist
+
+    waiting = []
+    for gradient in gradients:
+        local = getattr(gradient, "_local_tensor", gradient).div_(dist.get_world_size(group))
+        waiting.append(dist.all_reduce(local, group=group, async_op=True))
+    for each in waiting:
+        each.wait()
 
 
 def parts_of(tensor: Any, group: str) -> int:

@@ -31,15 +31,14 @@ ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
 """The name of a half of an adapter: its module, and which one."""
 
 SUPPORTED = {
-    "sharding": ("none", "fsdp", "fsdp_grad_op", "hsdp"),
+    "sharding": ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
     "adapter": ("none", "lora"),
     "offload": ("none",),
     "precision": ("bf16", "fp32", "bf16_pure"),
 }
-"""The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes.
-
-With expert parallelism the same run, but for adapters.
-"""
+"""The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes."""
+WITHOUT_EXPERTS = {"sharding": "ddp", "adapter": "lora"}
+"""Those that do not run with expert parallelism."""
 
 
 def refuse(job: Job) -> None:
@@ -51,13 +50,13 @@ def refuse(job: Job) -> None:
     strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
     degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
     for name, values in SUPPORTED.items():
-        choices = ("none",) if name == "adapter" and ep > 1 else values
+        choices = [each for each in values if ep == 1 or each != WITHOUT_EXPERTS.get(name)]
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
                 f"{name} {value!r} does not run with {degree} {size} yet. Choose {name} {' or '.join(choices)}, or --{degree} 1."
             )
-    if strategy.sharding != "none" and job.parallelism.dp_shard < 2:
+    if strategy.sharding != "none" and job.parallelism.dp_size < 2:
         raise StrategyError(
             f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
             f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
@@ -166,12 +165,16 @@ def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank:
 
 
 def local_job(job: Job, rank: int = 0) -> Job:
-    """Return the job as a rank's data-parallel group sees it: without this parallelism, with the rank's local shapes."""
+    """Return the job as a rank's data-parallel group sees it: without this parallelism, with the rank's local shapes.
+
+    Under `ddp` as one process that shares its checkpoints with the others: this engine averages the gradients.
+    """
+    data = {} if job.engine.sharded else {"dp_replicate": 1, "tp": job.parallelism.dp_size}  # type: ignore[attr-defined]
     spec = None if job.spec is None else _local_spec(job.spec, job.parallelism, job.coordinates(rank).tp)
     return dataclasses.replace(
         job,
         strategy=dataclasses.replace(job.strategy, tp=1, ep=1),
-        parallelism=dataclasses.replace(job.parallelism, tp=1, ep=1),
+        parallelism=dataclasses.replace(job.parallelism, **{"tp": 1, "ep": 1, **data}),
         spec=spec,
         engine=job.engine.inner,  # type: ignore[attr-defined]
     )
