@@ -198,6 +198,22 @@ def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:
     assert engine_for("none", 2) is engine_for("none", 4)
 
 
+def test_groups_over_nodes_are_warned_of_with_their_cost() -> None:
+    wide = describe(
+        Qwen3Config(
+            hidden_size=512, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16, vocab_size=512
+        )
+    )
+    config, machine = TrainConfig(seq_len=32), "2 nodes x 8x H100-80GB"
+    over, within = (
+        forecast(wide, Strategy(sharding=word, tp=tp), machine, config) for word, tp in (("none", 16), ("fsdp", 8))
+    )
+    (cost,) = [note for note in over.unknown if "spans nodes" in note]
+    assert within.tokens_per_second is not None
+    assert f"by --tp 8 --sharding fsdp: {within.tokens_per_second:,.0f} tokens/s, which fits" in cost
+    assert not any("spans nodes" in note for note in within.unknown)
+
+
 def test_a_warm_forecast_imports_no_torch(folder: Path) -> None:
     strategy, train_config = Strategy(sharding="fsdp", tp=2), TrainConfig(seq_len=32)
     peak = forecast(describe(folder), strategy, "4x H100-80GB", train_config).peak_bytes

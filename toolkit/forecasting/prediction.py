@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,10 @@ def forecast(
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
     saves: dict[str, Any] = {"save": save, "num_checkpoints": num_checkpoints}
     result = forecast_job(job, machine, one_document=one_document, others=True, **saves)
-    notes = _assumptions(job, one_document, num_checkpoints)
+    notes = [
+        *_assumptions(job, one_document, num_checkpoints),
+        *_across_nodes(result, one_document=one_document, **saves),
+    ]
     result = dataclasses.replace(result, unknown=(*notes, *result.unknown))
     return result if result.fits or not advice else _with_advice(result, job, one_document=one_document, **saves)
 
@@ -246,6 +250,34 @@ def _limit(job: Job, machine: Hardware) -> int:
     if job.device.kind == "cuda":
         return job.device.free_bytes
     return max(0, machine.host_free_bytes // ceil_div(job.ranks, machine.nodes) - PROCESS)
+
+
+def across_nodes(job: Job, devices: int) -> str:
+    """Return the cost of tensor parallelism over nodes of so many devices; empty where no group spans two."""
+    tp = job.parallelism.tp
+    if job.ranks <= devices or devices % tp == 0:
+        return ""
+    return f"tp {tp} spans nodes of {devices} devices: every layer waits for the network several times in each pass."
+
+
+def _across_nodes(result: Forecast, **options: Any) -> list[str]:
+    """Return that cost, with the tokens/s of the largest group within a node, by a second forecast."""
+    job, machine = result.job, result.hardware
+    if machine.nodes == 1 or not (cost := across_nodes(job, machine.count)):
+        return []
+    tp = math.gcd(job.parallelism.tp, machine.count)
+    sharding = "fsdp" if job.strategy.sharding == "none" else job.strategy.sharding
+    with contextlib.suppress(ToolkitError):  # an expert-parallel group may need more ranks
+        strategy = dataclasses.replace(job.strategy, tp=tp, sharding=sharding)
+        within = resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
+        other = forecast_job(within, machine, **options)
+        fits = "fits" if other.fits else "does not fit"
+        if other.tokens_per_second and result.tokens_per_second:
+            cost += (
+                f" This: {result.tokens_per_second:,.0f} tokens/s. Within a node, by --tp {tp} --sharding {sharding}: "
+                f"{other.tokens_per_second:,.0f} tokens/s, which {fits}."
+            )
+    return [cost]
 
 
 def _assumptions(job: Job, one_document: bool, num_checkpoints: int) -> list[str]:

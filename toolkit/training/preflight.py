@@ -39,7 +39,7 @@ from toolkit.engines.upstream import set_deepspeed_cpu
 from toolkit.exporters.generation import encode
 from toolkit.forecasting import Forecast, forecast_job
 from toolkit.forecasting.memory import traced
-from toolkit.forecasting.prediction import fastest_checkpointing
+from toolkit.forecasting.prediction import across_nodes, fastest_checkpointing
 from toolkit.models import ModelSpec, describe, require_weights
 from toolkit.models.chat_template import spell_remarks
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
@@ -165,6 +165,8 @@ def run_preflight(
         for name, known in ((name, each) for name, each in rows.items() if each):
             notes += [f"{name}: {warning}" for warning in spell_remarks(known.remarks, known.documents)]
         notes += _summary(data, resolved)
+        if device.kind == "cuda" and (cost := across_nodes(resolved, hardware().count)):
+            notes.append(cost)
     eval_rows = rows.get("eval_data")
     return Preflight(
         job=resolved, tokenizer=tokenizer, rows=data, eval_rows=eval_rows, notes=tuple(notes), guard=certificate
