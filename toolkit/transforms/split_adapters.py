@@ -46,7 +46,7 @@ def split_adapters(peft_model: Any) -> None:
 
     model = peft_model.get_base_model()
     for name, layer in model.named_modules():
-        weight = layer.get_base_layer().weight if isinstance(layer, LoraLayer) else None
+        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, LoraLayer) else None
         if not isinstance(weight, DTensor):
             continue
         style, mesh = style_of(f"{name}.weight", model.tp_plan), weight.device_mesh
