@@ -239,11 +239,11 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
                 gathered += tokens * shape[0] * compute
             elif style == SHARED:  # and its gradients are reduce-scattered
                 gathered += (repeated + 1) * tokens * shape[0] * compute
-    rank, targets = job.strategy.lora_rank, job.strategy.lora_targets
-    for name, shape in _weights(spec) if job.strategy.adapter != "none" else ():
+    rank, targets = job.strategy.lora_rank, set[str]()
+    if job.strategy.adapter != "none":
+        targets = {f"{name}.weight" for name in adapted(spec, job.strategy.lora_targets)}
+    for name, shape in ((name, shape) for name, shape in _weights(spec) if name in targets):
         style = style_of(name, plan)
-        if name.rpartition(".")[0] not in adapted(spec, targets):
-            continue
         if style in (COLWISE[0], SHARED):
             backward += tokens * rank * compute
             gathered += (repeated + 1) * tokens * shape[0] * compute if style == SHARED else 0
