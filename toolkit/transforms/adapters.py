@@ -22,8 +22,8 @@ from toolkit.engines.states import adapted, packed_names
 from toolkit.engines.upstream import patched
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import kept_in_fp32
+from toolkit.transforms.adapter_shards import split_adapters, whole_sizes
 from toolkit.transforms.fused_experts import packed_experts
-from toolkit.transforms.split_adapters import split_adapters, whole_sizes
 
 if TYPE_CHECKING:
     import torch
