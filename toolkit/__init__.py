@@ -21,7 +21,7 @@ from toolkit.forecasting import forecast, plan
 from toolkit.forecasting.diffs import diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
-from toolkit.launcher import attach, launch, resume, runs
+from toolkit.launcher import attach, compare_runs, launch, resume, runs
 from toolkit.models import describe
 from toolkit.notebook.explorer import explore
 from toolkit.notebook.variation import vary
@@ -49,6 +49,7 @@ __all__ = [
     "attach",
     "audit",
     "compare",
+    "compare_runs",
     "describe",
     "diagnose",
     "diff_forecasts",

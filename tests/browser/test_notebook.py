@@ -89,10 +89,14 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     view = notebook.run(ATTACH)
     until_step(view, before + 2)
 
-    # The button, also while the kernel waits: the step ends, a checkpoint is published, no process is left, and no button.
+    # The only button, in the last cell that shows the run, also while the kernel waits: the step ends, a checkpoint is
+    # published, no process is left, and no button.
     waited = notebook.start(WAIT)
     until_step(waited, 1)
-    view.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("button", name="Stop", exact=True)).to_have_count(1)
+    waited.get_by_role("button", name="Log axis").click()
+    expect(waited.get_by_alt_text("Loss, log axis")).to_be_visible()
+    waited.get_by_role("button", name="Stop").click()
     expect(view).to_contain_text("stopped by SIGTERM. Published")
     notebook.ended(WAIT)
     expect(waited).to_contain_text("stopped by SIGTERM. Published")
@@ -100,7 +104,7 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     assert run_there.status == "stopped"
     assert left_of(run) == []
     assert (run / f"checkpoints/step-{run_there.progress.step:08d}/manifest.json").exists()
-    expect(view.get_by_role("button")).to_have_count(0)
+    expect(page.locator(".jp-OutputArea").get_by_role("button")).to_have_count(0)
 
     # On another day nothing is executed, and all is there: also where JupyterLab does not trust the file.
     saved = notebook.save()
@@ -128,6 +132,8 @@ def test_explorers_answer_and_stay(desk: Desk) -> None:
     expect(picture).to_be_visible()
 
     # By hand, by keyboard, and by a word.
+    panel.locator("abbr", has_text="rank").first.hover()
+    assert "One process" in (panel.locator("abbr", has_text="rank").first.get_attribute("title") or "")
     slider = panel.get_by_label("devices")
     for move in (
         lambda: slider.click(position={"x": 1, "y": 8}),
@@ -141,6 +147,20 @@ def test_explorers_answer_and_stay(desk: Desk) -> None:
 
     expect(notebook.run(2).get_by_role("slider")).to_have_count(6)
     assert issues(page, ".jp-OutputArea") == []
+
+    # On a phone: every control lies within its panel, with its number.
+    page.set_viewport_size({"width": 400, "height": 1600})
+    page.keyboard.press("Control+b")
+    place = panel.bounding_box()
+    assert place is not None
+    for control in panel.locator("input, select, output").all():
+        box = control.bounding_box()
+        assert box is not None
+        assert place["x"] <= box["x"]
+        assert box["x"] + box["width"] <= place["x"] + place["width"]
+    assert panel.get_by_label("devices").bounding_box()["width"] > 100  # type: ignore[index]
+    assert issues(page, ".jp-OutputArea") == []
+    page.set_viewport_size({"width": 1280, "height": 1600})
 
     # Without their kernel: the answer, where the controls stood.
     notebook.save()
@@ -156,7 +176,7 @@ def opened_again(notebook: Notebook) -> None:
     view = notebook.output(ATTACH)
     expect(view).to_contain_text("stopped by SIGTERM. Published")
     pictures = view.locator("img")
-    expect(pictures).to_have_count(2)
+    expect(pictures).to_have_count(5)
     assert pictures.evaluate_all("images => images.every(one => one.complete && one.naturalWidth > 0)")
     expect(view.get_by_alt_text("Memory of each rank")).to_be_visible()
     expect(view).not_to_contain_text("Error")

@@ -20,11 +20,11 @@ import runs
 from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
 from toolkit.core.display import JsonRecord, Table
 from toolkit.core.phases import PHASES
-from toolkit.core.pictures import COLOURS, colour, ink_on, luminance
+from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
 from toolkit.core.units import GiB, MiB
 
 SVG = "{http://www.w3.org/2000/svg}"
-PARTS = [name for name in COLOURS if name not in PHASES]
+PARTS = list(COLOURS)
 CONES = {
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
@@ -37,12 +37,12 @@ CONES = {
 def parse(image: str) -> ElementTree.Element:
     """The SVG in an image, with what every picture has to have."""
     match = re.fullmatch(
-        r'<img alt="([^"]+)" width="760" height="(\d+)" [^>]*src="data:image/svg\+xml;base64,([^"]+)">', image
+        r'<img alt="([^"]+)" width="(\d+)" height="(\d+)" [^>]*src="data:image/svg\+xml;base64,([^"]+)">', image
     )
     assert match
-    root = ElementTree.fromstring(base64.b64decode(match[3]))
+    root = ElementTree.fromstring(base64.b64decode(match[4]))
     assert root.tag == f"{SVG}svg"
-    assert root.get("viewBox") == f"0 0 760 {match[2]}"
+    assert root.get("viewBox") == f"0 0 {match[2]} {match[3]}"
     assert "fill: #ffffff" in next(root.iter(f"{SVG}path")).get("style", ""), "white, on a dark page too"
     return root
 
@@ -87,17 +87,15 @@ def lab(shade: str, cones: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("cones", CONES)
-@pytest.mark.parametrize("names", [PARTS, PHASES], ids=["parts", "phases"])
-def test_colours_are_told_apart(names: tuple[str, ...], cones: str) -> None:
-    shades = {name: lab(COLOURS[name], cones) for name in names}
-    near = {pair: math.dist(shades[pair[0]], shades[pair[1]]) for pair in combinations(names, 2)}
+def test_colours_are_told_apart(cones: str) -> None:
+    shades = {name: lab(COLOURS[name], cones) for name in PARTS}
+    near = {pair: math.dist(shades[pair[0]], shades[pair[1]]) for pair in combinations(PARTS, 2)}
     assert min(near.values()) > 29, min(near, key=lambda pair: near[pair])
 
 
-@pytest.mark.parametrize("name", COLOURS)
-def test_contrasts(name: str) -> None:
-    """3:1 of a part against the ground, 4.5:1 of the text on it."""
-    shade = COLOURS[name]
+@pytest.mark.parametrize("shade", {*COLOURS.values(), *SERIES.values(), *OTHERS})
+def test_contrasts(shade: str) -> None:
+    """3:1 of a part or a line against the ground, 4.5:1 of the text on it."""
     assert 1.05 / (luminance(shade) + 0.05) >= 3
     light, dark = sorted((luminance(shade), luminance(ink_on(shade))), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= 4.5
@@ -114,7 +112,7 @@ def test_bars_are_as_long_as_what_they_say() -> None:
     widths = {part: [wide + 1 for _, _, wide in bars] for part, bars in parts.items()}
     assert widths["parameters"][0] == widths["parameters"][1]
     assert widths["optimizer"][0] == pytest.approx(2 * widths["parameters"][0], abs=0.3)
-    assert {shade for shade, *_ in parts["parameters"]} == {colour("parameters")}
+    assert {shade for shade, *_ in parts["parameters"]} == {COLOURS["parameters"]}
     start = parts["parameters"][0][1]
     (limit,) = (path for path in strokes(svg, 2) if "dasharray" in (path.get("style") or ""))
     across = float(re.findall(r"M ([\d.]+)", limit.get("d") or "")[0])
@@ -141,8 +139,13 @@ def test_one_legend_and_none_where_labels_say_it() -> None:
 
 
 def test_a_part_that_nobody_knows_keeps_its_colour() -> None:
-    assert colour("kv cache") == colour("kv cache")
-    assert colour("kv cache") in COLOURS.values()
+    alone = colours(["kv cache"])["kv cache"]
+    assert colours(["loss", "kv cache", "logits"]) == {
+        "loss": SERIES["loss"], "kv cache": alone, "logits": COLOURS["logits"],
+    }  # fmt: skip
+    assert not {*OTHERS, *SERIES.values()} & {*COLOURS.values()}, "a part's colour means that part"
+    names = [f"run {number}" for number in range(len(OTHERS))]
+    assert len(set(colours(names).values())) == len(names)
 
 
 def test_nothing_to_draw() -> None:
@@ -160,15 +163,26 @@ def test_a_curve_leaves_gaps_and_says_its_values() -> None:
     assert len(re.findall("M", line.get("d") or "")) == 3
     assert len(re.findall("L", line.get("d") or "")) == 1
     shades = [(use.get("style") or "").removeprefix("fill: ") for use in parse(svg).iter(f"{SVG}use")]
-    dots = [shades.count(shade) for shade in (COLOURS["parameters"], COLOURS["gradients"])]
+    dots = [shades.count(shade) for shade in (SERIES["loss"], SERIES["evaluation"])]
     assert dots == [4, 1], "isolated points, too"
     assert described(svg) == (
         "loss over step. loss: first 4.0, last 1.0, lowest 1.0. evaluation: first 1.5, last 1.5, lowest 1.5."
     )
     ends = [float(end) for end in re.findall(r"[ML] ([\d.]+) ", line.get("d") or "")]
     assert ends == sorted(ends)
-    assert "#1649ff" in str(line.get("style"))
-    assert "#a21600" in str(evaluation.get("style"))
+    assert SERIES["loss"] in str(line.get("style"))
+    assert SERIES["evaluation"] in str(evaluation.get("style"))
+
+
+def test_a_logarithmic_axis() -> None:
+    points: list[tuple[float, float | None]] = [(1, 100.0), (2, 10.0), (3, 0.0), (4, 1.0)]
+    svg = curve({"loss": points}, title="Loss", x="step", y="loss", log=True, width=380)
+    line = strokes(svg, 2)[0].get("d") or ""
+    ends = [float(end) for end in re.findall(r"[ML] [\d.]+ ([\d.]+)", line)]
+    assert len(re.findall("M", line)) == 2, "0 leaves a gap"
+    assert ends[2] - ends[1] == pytest.approx(ends[1] - ends[0], abs=0.01), "a tenth is as far as a tenth"
+    assert {"1", "10", "100"} <= set(texts(svg))
+    assert 'width="380"' in svg
 
 
 def test_long_lines_are_thinned_and_keep_their_ends() -> None:

@@ -1,11 +1,13 @@
 """Forecasts side by side, phase by phase and dtype by dtype; and the panels over them, with real widgets."""
 
 import dataclasses
+import html
 import json
 import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import runs
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from runs import Page
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 import toolkit as tk
 from toolkit.cli import main
@@ -21,6 +23,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.core.cache import cache_folder
 from toolkit.core.display import Table
 from toolkit.core.errors import RunError, ToolkitError
+from toolkit.core.glossary import glossary_terms
 from toolkit.core.phases import PHASES
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Forecast, trace_cache
@@ -28,9 +31,9 @@ from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec
-from toolkit.notebook import explorer, explorer_state, widgets
+from toolkit.notebook import answer_panel, explorer, explorer_state, widgets
 from toolkit.notebook.explorer import Explorer, lengths_ahead, start_prefetch
-from toolkit.notebook.explorer_state import command
+from toolkit.notebook.explorer_state import command, train_command
 
 LOOP = tk.TrainConfig(seq_len=64, micro_batch=2)
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -348,9 +351,14 @@ def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> 
         return real(*words)
 
     monkeypatch.setattr(explorer, "forecast", slow)
+    shown: list[str] = []
+    panel._shown = SimpleNamespace(update=lambda page: shown.append(page.data))
+    panel._page = before = panel.static_html()
     panel.controls["sharding"].value = "ddp"
     assert [widgets.TRACING in one for one in said] == [True, False]
+    assert ["<progress>" in one for one in said] == [True, False]
     assert panel.sentence in said[-1]
+    assert shown == [f'<div aria-busy="true" style="{answer_panel.OLD}">{before}</div>', panel.static_html()]
 
 
 def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +378,34 @@ def test_a_shell_is_told_what_it_can_find(spec: ModelSpec, monkeypatch: pytest.M
     assert "'2x <NVIDIA X1, which the catalog lacks>'" in command(
         "memory", made("memory", spec, hardware=unknown).state
     )
+
+
+def test_a_panel_starts_at_a_realistic_length_and_copies_the_command_that_trains(spec: ModelSpec) -> None:
+    panel = tk.explore("memory", spec, "4x A100-80GB")
+    assert panel.value.train_config.seq_len == spec.max_positions == 2048
+    longer = tk.describe(LlamaConfig(num_hidden_layers=1, hidden_size=64, max_position_embeddings=131_072))
+    assert tk.explore("precision", longer, "4x A100-80GB").state.train_config.seq_len == 4096
+    assert panel.panel.copy.command == "toolkit train --processes 4 --sharding zero3 --seq-len 2048"
+    panel.set(sharding="ddp", devices=1, adapter="lora")
+    assert panel.panel.copy.command == "toolkit train --sharding ddp --adapter lora --seq-len 2048"
+    panel.set(devices=16)
+    assert panel.panel.copy.command == "", "each node has a command of its own"
+    assert made("compare", spec).panel.copy is None
+    assert "--model '<where its config is saved>' --data '<your data>'" in train_command(
+        tk.explore("memory", longer, "A100-80GB").state
+    )
+
+
+def test_words_are_explained_on_hover(spec: ModelSpec) -> None:
+    panel = made("memory", spec)
+    page, terms = panel.static_html(), glossary_terms()
+    for term in ("rank", "master", "workspace", "MFU"):
+        assert page.count(f'<abbr title="{html.escape(terms[term])}">{term}</abbr>') >= 1, term
+    assert f'title="{html.escape(terms["buffer"])}">buffers</abbr>' in page
+    assert terms["micro-batch"] in panel.controls["micro_batch"].tooltip
+    table = Table(columns=("rank", "bytes"), rows=[("rank 0", "1"), ("rank 1", "2"), ("<master>", "3")])
+    assert table.html().count("<abbr") == 2, "each term once a table"
+    assert "&lt;<abbr" in table.html()
 
 
 def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
@@ -437,7 +473,7 @@ def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> Non
             panel.controls["sharding"].value = "ddp"
             assert panel._ahead is not ahead
             assert ahead.returncode is not None
-        controls, answer, _, again, _, moved = shown.outputs
+        controls, answer, _, again, *_, moved = shown.outputs  # one that is waited for is greyed before
         assert answer.transient == again.transient == moved.transient != {}
         assert controls.data[VIEW]["model_id"] == panel.panel.box.model_id
         assert VIEW not in answer.data
@@ -485,8 +521,8 @@ def test_a_function_answers_each_question_once() -> None:
     panel = tk.vary(product, rank=[1, 2, 4], kind=("plain", "wide"))
     assert calls == [(2, "wide")]
     assert {name: type(control).__name__ for name, control in panel.controls.items()} == {
-        "rank": "Slider",
-        "kind": "Dropdown",
+        "rank": "Control",
+        "kind": "Control",
     }
     assert "<td" in panel.static_html()
     assert "in a shell" not in panel.static_html()

@@ -55,11 +55,17 @@ def pages(shown: CapturedIO, *, update: bool) -> list[tuple[str, str]]:
     return [(one["transient"]["display_id"], one["data"]["text/html"]) for one in updates]
 
 
+def removed(shown: CapturedIO) -> int:
+    """How many outputs with buttons were emptied."""
+    return sum(one["update"] and one["data"].get("text/html") == "" for one in shown._outputs)
+
+
 def test_views_of_one_run_are_brought_up_to_date_together(run: Run, shown: CapturedIO) -> None:
     for _ in range(3):
         live.show(run)
     assert len(followers(run.folder)) == 1
     assert len({display for display, _ in pages(shown, update=False)}) == 1
+    assert removed(shown) == 2  # one Stop button: that of the last cell
     began = time.monotonic()
     for number in range(3, 40):
         append_line(run.folder / "events.jsonl", event(number))
@@ -71,7 +77,7 @@ def test_views_of_one_run_are_brought_up_to_date_together(run: Run, shown: Captu
     assert {display} == {display for display, _ in pages(shown, update=False)}
     assert "step 39 of 20" in last
     assert ">stopped<" in last
-    assert [one["data"]["text/html"] for one in shown._outputs[-3:]] == [""] * 3  # their buttons
+    assert removed(shown) == 3  # the last button
     live.show(Run(run.folder))
     assert len(pages(shown, update=False)) == 3  # nothing new in this cell
     assert live._followed == {}
@@ -81,16 +87,16 @@ def test_a_view_outlives_what_is_in_its_way(run: Run, shown: CapturedIO, monkeyp
     live.show(run)
     failed = threading.Event()
 
-    def fail(self: Run) -> str:
+    def fail(self: Run, *, log: bool) -> str:
         failed.set()
         raise KeyError("loss")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_repr_html_", fail)
+        patched.setattr(Run, "view", fail)
         assert failed.wait(30)
     append_line(run.folder / "events.jsonl", event(3))
     until(lambda: any("step 3 of 20" in page for _, page in pages(shown, update=True)))
-    monkeypatch.setattr(Run, "_repr_html_", fail)
+    monkeypatch.setattr(Run, "view", fail)
     run.stop()
     until(lambda: not followers(run.folder))
     assert "has ended, and cannot be shown: &#x27;loss&#x27;" in str(shown._outputs)
@@ -101,7 +107,10 @@ def test_a_refused_stop_is_said_and_can_be_asked_again(
 ) -> None:
     live.show(run)
     model = shown._outputs[0]["data"]["application/vnd.jupyter.widget-view+json"]["model_id"]
-    button, said = _instances[model].children
+    buttons, said = _instances[model].children
+    button, axes = buttons.children
+    axes.value = True
+    until(lambda: any("Loss, log axis" in page for _, page in pages(shown, update=True)))
 
     def refuse() -> None:
         raise RunError("it is held by <another machine>")

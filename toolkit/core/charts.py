@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.core.pictures import ALARM, COLOURS, GRID, INK, QUIET, WIDTH, colour, figure, ink_on, picture
+from toolkit.core.pictures import ALARM, GRID, INK, QUIET, WIDTH, colours, figure, ink_on, picture
 from toolkit.core.redaction import redact
 from toolkit.core.units import format_bytes
 
 __all__ = ["POINTS", "Bar", "bars", "curve", "figure", "thinned"]
 
-LINES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "transient", "workspace")
-"""The parts that lend the lines of a curve their colours, in order."""
+SMOOTHED = "smoothed"
+"""The name of a line over the values that it smooths: these are thin."""
 
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 POINTS = 400
@@ -71,6 +71,7 @@ def bars(
         share = f"{highest / limit:.1%}" if highest >= limit / 1000 else "less than 0.1%"
         limit_text += "" if near else f": beyond the picture, {share} of it is used"
     names = list(dict.fromkeys(part for row in sizes for part in row))
+    shades = colours(names)
     if all(len(row) == 1 and next(iter(row)) in bar.label for row, bar in zip(sizes, rows, strict=True)):
         names = []  # the labels name them
     top = max(highest, (limit or 0.0) if near else 0.0) or 1.0
@@ -87,7 +88,7 @@ def bars(
         for number, (parts, total) in enumerate(zip(sizes, sums, strict=True)):
             end = top + (right - 10) * pixel
             axes.text(end, number + 0.5, total, ha="right", va="center", size=13, color=INK, weight="bold")
-            _stack(axes, number, parts, spell, pixel)
+            _stack(axes, number, parts, shades, spell, pixel)
         if limit is not None:
             ink, place = ALARM if highest > limit else INK, limit if near else top
             side = "right" if place > top / 2 else "left"
@@ -96,7 +97,7 @@ def bars(
                 axes.plot([limit, limit], [-0.1, len(rows)], color=ink, lw=2, ls=(0, (2.5, 1.5)), clip_on=False)
 
     labels = {name: f"{name} {spell(sizes[0][name])}" if len(rows) == 1 else name for name in names}
-    legend = {label: {"color": colour(name), "lw": 12} for name, label in labels.items()}
+    legend = {label: {"color": shades[name], "lw": 12} for name, label in labels.items()}
     heights = (24 if limit_text else 6, 34 * len(rows), 26)
     return picture(title, ". ".join(words) + ".", draw, legend, (left, right), heights)
 
@@ -109,6 +110,8 @@ def curve(
     y: str,
     spell_y: Callable[[float], str] = "{:,.4g}".format,
     names: Mapping[float, str] | None = None,
+    log: bool = False,
+    width: int = WIDTH,
 ) -> str:
     """Draw lines over steps or seconds. Each is thinned to `POINTS` points, its extremes among them.
 
@@ -117,24 +120,31 @@ def curve(
         title: a few words.
         x, y: the axes' quantities, with units.
         spell_y: formats a value; bytes have ticks at round numbers.
-        names: labels at places of the x axis instead of numbers. The description then has each line's maximum only.
+        names: labels at places of the x axis instead of numbers and of a legend. The description then has each line's
+            maximum only.
+        log: a logarithmic y axis; a y of 0 or less leaves a gap, too.
+        width: pixels; below `WIDTH` the picture is lower, too.
     """
-    looks, words = {}, {}
+    if log:
+        lines = {name: [(x, y if y and y > 0 else None) for x, y in points] for name, points in lines.items()}
+    looks, words, shades = {}, {}, colours(lines)
     for number, (name, points) in enumerate(lines.items()):
-        shade = COLOURS.get(name, COLOURS[LINES[number % len(LINES)]])
-        looks[name] = {"color": shade, "ls": DASHES[number % len(DASHES)], "lw": 2}
+        dashes = "-" if names or SMOOTHED in lines else DASHES[number % len(DASHES)]
+        looks[name] = {"color": shades[name], "ls": dashes, "lw": 1 if SMOOTHED in lines and name != SMOOTHED else 2}
         words[name] = _describe(name, _finite(points), spell_y, at_most=names is not None)
     places: list[float] = [place for points in lines.values() for place, _ in points] or [0.0]
     values = [value for points in lines.values() for _, value in _finite(points)]
-    low, high = _range(values)
+    low, high = _range(values) if not log or not values else (min(values) / 1.1, max(values) * 1.1)
     start, end = min(places), max(max(places), min(places) + 1)
 
     def draw(axes: Any) -> None:
-        axes.set(xlim=(start, end), ylim=(low, high))
-        _mark(axes.yaxis, _ticks(low, high, binary=spell_y is format_bytes) if values else [], spell_y)
+        axes.set(xlim=(start, end), ylim=(low, high), yscale="log" if log and values else "linear")
+        axes.minorticks_off()
+        ticks = _log_ticks(low, high) if log else _ticks(low, high, binary=spell_y is format_bytes)
+        _mark(axes.yaxis, ticks if values else [], spell_y)
         axes.spines["bottom"].set(visible=True, color=QUIET)
         whole = all(float(place).is_integer() for place in places)
-        marked = names or {tick: f"{tick:,.10g}" for tick in _ticks(start, end, whole=whole)}
+        marked = names or {tick: f"{tick:,.10g}" for tick in _ticks(start, end, whole=whole, most=6 * width // WIDTH)}
         axes.set_xticks(list(marked), list(marked.values()))
         for across, up, side, text in ((0, 1.04, "left", y), (1, -0.18, "right", x)):
             axes.text(across, up, text, transform=axes.transAxes, ha=side, size=12, color=QUIET)
@@ -144,9 +154,11 @@ def curve(
             _draw_line(axes, thinned(points), looks[name])
 
     description = f"{y} over {x}. {'. '.join(words.values()) or 'nothing yet'}."
-    legend = looks  # the values stand in the description: first and last mean something for a loss, not for any line
+    # Without values, which stand in the description: first and last mean something for a loss, not for any line.
+    legend = {} if names or list(lines) == [y] else looks
     left = max(len(spell_y(value)) for value in (low, high)) * LETTER + 22
-    return picture(title, description, draw, legend, (left, 22), (26, 220, 46))
+    heights = (26, 220 if width == WIDTH else 120, 46)
+    return picture(title, description, draw, legend, (left, 22), heights, width)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -164,11 +176,18 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
     return [*result, points[-1]]
 
 
-def _stack(axes: Any, number: int, parts: Mapping[str, float], spell: Callable[[float], str], pixel: float) -> None:
+def _stack(
+    axes: Any,
+    number: int,
+    parts: Mapping[str, float],
+    shades: Mapping[str, str],
+    spell: Callable[[float], str],
+    pixel: float,
+) -> None:
     """Draw the parts of a bar from left to right, each with its size where that has room."""
     start = 0.0
     for part, size in parts.items():
-        shade, words, wide = colour(part), spell(size), max(size - pixel, pixel / 2)
+        shade, words, wide = shades[part], spell(size), max(size - pixel, pixel / 2)
         axes.barh(number + 0.5, wide, 0.76, start, color=shade, lw=0, clip_on=False)
         if size / pixel > len(words) * 6.2 + 8:
             middle = start + size / 2
@@ -193,12 +212,20 @@ def _draw_line(axes: Any, points: Sequence[Point], look: Mapping[str, Any]) -> N
     axes.plot([place for place, _ in points], values, **style)
 
 
-def _ticks(low: float, high: float, *, binary: bool = False, whole: bool = False) -> list[float]:
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return the numbers 1, 2 and 5 of each power of ten from `low` to `high`; over many powers, each power alone."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    heads = (1, 2, 5) if len(powers) <= 4 else (1,)
+    ticks = [tick for power in powers for head in heads if low <= (tick := head * 10.0**power) <= high]
+    return ticks if len(ticks) > 2 else _ticks(low, high)
+
+
+def _ticks(low: float, high: float, *, binary: bool = False, whole: bool = False, most: int = 6) -> list[float]:
     """Return about five round numbers from `low` to `high`; bytes are round in their binary unit."""
     from matplotlib.ticker import MaxNLocator
 
     unit = 1024.0 ** max(0, int(math.log(high, 1024))) if binary and high >= 1 else 1.0
-    numbers = MaxNLocator(6, steps=[1, 2, 5, 10], integer=whole).tick_values(low / unit, high / unit)
+    numbers = MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole).tick_values(low / unit, high / unit)
     return [float(number) * unit for number in numbers if low <= number * unit <= high]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.core.atomic_io import encode_json
+from toolkit.core.glossary import explained
 from toolkit.core.redaction import redact, visible
 
 UNLIMITED = 10_000
@@ -75,9 +76,11 @@ class Table:
 
     def html(self) -> str:
         """Return a plain `<table>` with a caption and headers, readable without a style sheet or a script."""
-        rows, right = self._cells()
+        cells, right = self._cells()
         sides = ["right" if numbers else "left" for numbers in right]  # notebooks set every cell to the right
-        columns = [str(name) for name in self.columns]
+        known: set[str] = set()
+        columns = [markup(explained(str(name), known)) for name in self.columns]
+        rows = [[markup(explained(first, known)), *others] for first, *others in cells]
         return render("table", title=self.title, columns=columns, sides=sides, rows=rows, notes=self.notes)
 
     def _repr_html_(self) -> str:

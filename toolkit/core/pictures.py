@@ -8,13 +8,14 @@ import threading
 import warnings
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
 from typing import Any
 
 from toolkit.core.display import Table, markup, render
+from toolkit.core.phases import PHASES
 from toolkit.core.redaction import redact
 
 COLOURS = {
@@ -27,18 +28,30 @@ COLOURS = {
     "buffers": "#465156",
     "workspace": "#4a0000",
     "transient": "#a886b6",
-    "load": "#465156",
-    "prepare": "#a886b6",
-    "forward": "#1649ff",
-    "backward": "#a21600",
-    "step": "#33a36b",
-    "save": "#cf8000",
 }
-"""A part's or a phase's colour, the same in every picture.
+"""A part's colour, the same in every picture.
 
-Parts lie at least 29 apart (CIE76), phases too, also as people without red, green or blue cones see them (Machado et al. 2009),
+They lie at least 29 apart (CIE76), also as people without red, green or blue cones see them (Machado et al. 2009),
 and each has a contrast of at least 3:1 against white.
 """
+
+FORECAST, MEASURED = "#0e7490", "#be185d"
+SERIES = {
+    **dict.fromkeys(("forecast", "highest total", *PHASES), FORECAST),
+    **dict.fromkeys(("measured", "measured total", "allocated"), MEASURED),
+    "resident, Python included": "#78716c",
+    "outside the allocator": "#8a7f5c",
+    "loss": "#4d7c0f",
+    "smoothed": "#1f2937",
+    "evaluation": "#c2410c",
+    "tokens/s": "#6d28d9",
+    "learning rate": "#0369a1",
+    "gradient norm": "#b45309",
+}
+"""The colours of lines and of bars that are no part, the same in every picture."""
+
+OTHERS = ("#0369a1", "#c2410c", "#4d7c0f", "#be185d", "#6d28d9", "#0f766e", "#854d0e", "#475569")
+"""Colours for any other names. None is a part's."""
 
 INK, QUIET, GRID, ALARM = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
 
@@ -50,6 +63,9 @@ BARS = 100
 
 WIDTH = 760
 """Pixels. A picture shrinks with its place and never grows."""
+
+LEGIBLE = 560
+"""Pixels below which its letters are too small to read."""
 
 MATPLOTLIB = {
     "font.family": ["sans-serif"],
@@ -79,9 +95,21 @@ def figure(picture: str, table: Table) -> str:
     return render("figure", **parts, folded=folded, width=WIDTH)
 
 
-def colour(part: str) -> str:
-    """Return the colour of a part or phase. Another name always gets the same one of them."""
-    return COLOURS.get(part) or list(COLOURS.values())[zlib.crc32(part.encode()) % len(COLOURS)]
+def figures_side_by_side(pictures: Iterable[str]) -> str:
+    """Return small pictures next to each other; in a narrow place, below each other."""
+    cells = "".join(f'<div style="min-width:0">{picture}</div>' for picture in pictures)
+    return f'<div style="display:flex;flex-wrap:wrap;max-width:{WIDTH + 8}px">{cells}</div>' if cells else ""
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """Return each name's colour: its own, or for another name always the same of `OTHERS` that the names before leave."""
+    result: dict[str, str] = {}
+    for name in names:
+        start = zlib.crc32(name.encode())
+        own = [OTHERS[(start + turn) % len(OTHERS)] for turn in range(len(OTHERS))]
+        free = [shade for shade in own if shade not in result.values()]
+        result[name] = COLOURS.get(name) or SERIES.get(name) or (free or own)[0]
+    return result
 
 
 def luminance(colour: str) -> float:
@@ -103,6 +131,7 @@ def picture(
     legend: Mapping[str, Mapping[str, Any]],
     sides: tuple[float, float],
     heights: tuple[float, float, float],
+    width: int = WIDTH,
 ) -> str:
     """Return the image of axes with a title and a legend above them.
 
@@ -114,6 +143,7 @@ def picture(
         legend: label → the look of its line.
         sides: pixels on the left and on the right of the axes.
         heights: pixels above the axes, of the axes, and below them.
+        width: pixels in all.
     """
     if find_spec("matplotlib") is None:
         return MISSING.format(escape(title))
@@ -124,7 +154,7 @@ def picture(
     (left, right), (_, middle, below) = sides, heights
     if max(len(legend), sum(heights) / 34) > BARS:
         return f"<p>{escape(title)}: not drawn, it has more than {BARS} parts or rows.</p>"
-    columns = min(max(1, int((WIDTH - 24) / (max(map(len, legend), default=0) * 6.5 + 38))), len(legend) or 1)
+    columns = min(max(1, int((width - 24) / (max(map(len, legend), default=0) * 6.5 + 38))), len(legend) or 1)
     height = round(34 + 20 * math.ceil(len(legend) / columns) + sum(heights))
     file = io.StringIO()
     with _DRAWS:
@@ -133,15 +163,15 @@ def picture(
         if not any(getattr(message, "pattern", "") == GLYPH for _, message, *_ in warnings.filters):
             warnings.filterwarnings("ignore", GLYPH)  # a second time, it would let Python repeat a user's warnings
         try:
-            whole = Figure((WIDTH / 72, height / 72), facecolor="#ffffff")  # SVG has 72 pixels in an inch
-            place = (left / WIDTH, below / height, 1 - (left + right) / WIDTH, middle / height)
+            whole = Figure((width / 72, height / 72), facecolor="#ffffff")  # SVG has 72 pixels in an inch
+            place = (left / width, below / height, 1 - (left + right) / width, middle / height)
             axes = whole.add_axes(place, facecolor="none", axisbelow=True)
             axes.spines[:].set_visible(False)
             axes.tick_params(length=0, pad=6, labelsize=11, labelcolor=QUIET)
             draw(axes)
-            whole.text(12 / WIDTH, 1 - 24 / height, title, size=15, color=INK, weight="bold")
+            whole.text(12 / width, 1 - 24 / height, title, size=15, color=INK, weight="bold")
             lines = [Line2D([], [], solid_capstyle="butt", **look) for look in legend.values()]
-            look = {"loc": "upper left", "bbox_to_anchor": (8 / WIDTH, 1 - 32 / height), "frameon": False}
+            look = {"loc": "upper left", "bbox_to_anchor": (8 / width, 1 - 32 / height), "frameon": False}
             whole.legend(lines, list(legend), ncols=columns, labelcolor=INK, handlelength=1.2, fontsize=12, **look)
             whole.savefig(file, format="svg", metadata={"Date": None})
         except (ArithmeticError, ValueError, TypeError) as error:  # of figures that no run has
@@ -151,6 +181,6 @@ def picture(
     data = b64encode(redact(file.getvalue()).encode()).decode()
     # With a size before it is decoded, so that a view that is redrawn twice a second does not jump.
     return (
-        f'<img alt="{escape(redact(f"{title}. {description}"))}" width="{WIDTH}" height="{height}" decoding="sync" '
+        f'<img alt="{escape(redact(f"{title}. {description}"))}" width="{width}" height="{height}" decoding="sync" '
         f'style="max-width:100%;height:auto" src="data:image/svg+xml;base64,{data}">'
     )

@@ -212,7 +212,7 @@ class Forecast(Result):
 
     def pictures(self) -> Sequence[str]:
         """Return pictures of the peak by part, and of each phase's highest total, with the limit."""
-        parts = {**{part: self.parts.get(part, 0) for part in PARTS}, "context": self.context_bytes}
+        parts = {**{part: self.parts.get(part, 0) for part in PARTS}, "outside the allocator": self.context_bytes}
         peak = Bar(label=self.peak_phase, parts=parts)
         title = f"Highest need of a rank: {format_bytes(self.needed_bytes)} in {self.peak_phase}"
         limit: dict[str, Any] = {"limit": self.limit_bytes, "limit_label": "a rank has"}

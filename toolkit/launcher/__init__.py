@@ -3,6 +3,7 @@
 from toolkit.launcher.api import attach, launch, resume, runs
 from toolkit.launcher.restarts import RestartPolicy, supervise_with_restarts
 from toolkit.launcher.run_handle import Run
+from toolkit.launcher.run_overlay import compare_runs
 from toolkit.launcher.supervisor import Stopped, supervise
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Run",
     "Stopped",
     "attach",
+    "compare_runs",
     "launch",
     "resume",
     "runs",

@@ -155,18 +155,27 @@ class Run(Result):
     def metrics(self) -> Any:
         """The steps so far, with loss, norm, tokens and seconds: a pandas DataFrame, or a list where pandas is not installed.
 
-        `bytes` are those of the rank with the most memory at the start of the step.
+        `bytes` are those of the rank with the most memory at the start of the step. `eval_loss` is in the rows of steps after
+        which the run evaluated.
         """
-        steps = [
-            {**event, "bytes": max(rank_bytes(event)[1], default=0)} if "bytes" in event else event
-            for event in read_events(self._files.events)
-            if "loss" in event
-        ]
+        rows: list[dict[str, Any]] = []
+        for event in read_events(self._files.events):
+            if "loss" in event:
+                largest = {"bytes": max(rank_bytes(event)[1], default=0)} if "bytes" in event else {}
+                rows.append({**event, **largest})
+            elif "eval_loss" in event and rows and rows[-1]["step"] == event["step"]:
+                rows[-1]["eval_loss"] = event["eval_loss"]
+            elif "eval_loss" in event:  # before the first step, or from a loop that logs no losses
+                rows.append(event)
         with contextlib.suppress(ImportError):
             import pandas
 
-            return pandas.DataFrame(steps)
-        return steps
+            return pandas.DataFrame(rows)
+        return rows
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the steps' events so far."""
+        return list(tail_of(self._files.events).look())
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -262,9 +271,13 @@ class Run(Result):
         return [progress.table(f"{self.name}: {status}", message)]
 
     def _repr_html_(self) -> str:
+        return self.view()
+
+    def view(self, *, log: bool = False) -> str:
+        """Return the run as HTML; `log` makes the axes of loss and gradient norm logarithmic."""
         # Twice a second while it runs: run.json is read once for it.
         (status, progress, message), steps = self._look(), tail_of(self._files.events).steps
-        return redact(page(self.name, status, progress, steps, message))
+        return redact(page(self.name, status, progress, steps, message, log=log))
 
     def to_dict(self) -> dict[str, Any]:
         """Return folder, status, strategy and progress."""

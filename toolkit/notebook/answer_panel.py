@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.core.display import Result, markup, render
+from toolkit.core.display import Result, Table, markup, render
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
+from toolkit.core.glossary import explained
+from toolkit.core.pictures import LEGIBLE
 from toolkit.core.redaction import redact
 from toolkit.notebook.explorer_state import Choice
 
@@ -20,6 +22,9 @@ NEEDED = ("ipywidgets", "anywidget")
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 """The MIME type of a widget."""
+
+OLD = "opacity:.35;filter:grayscale(1)"
+"""The look of an answer to values that were changed since."""
 
 WIDE_LETTERS = 60
 """Letters of a cell, from which a table stands below the pictures."""
@@ -57,11 +62,13 @@ class AnswerPanel:
         """The widget with the controls; None without ipywidgets."""
         self._shown: Any = None
         """The display of all cells that show the answer; None before the first does."""
+        self._page = ""
+        """What it shows."""
         self._answer()
         if all(importlib.util.find_spec(module) for module in NEEDED):
             from toolkit.notebook.widgets import Panel
 
-            self.panel = Panel(heading, self.choices(), self.set, continuous)
+            self.panel = Panel(heading, self.choices(), self.set, continuous, self._train_command())
             self.controls = self.panel.controls
             self.panel.announce(self.sentence)
 
@@ -86,6 +93,10 @@ class AnswerPanel:
         """Return the equivalent command of a shell; empty where none exists."""
         return ""
 
+    def _train_command(self) -> str | None:
+        """Return the command that trains what is shown; empty where none can, None for a panel over something else."""
+        return None
+
     def _after(self, names: Collection[str] = ()) -> None:
         """Do what follows a shown answer: `names` are the moved controls."""
 
@@ -104,12 +115,20 @@ class AnswerPanel:
             for choice in self.choices():
                 if choice.name in values.keys() & self.controls.keys():
                     self.panel.move(choice)
-            with self.panel.busy():
+            with self.panel.busy(self._grey):
                 self._answer()
             self.panel.announce(self.sentence)
+            if self.panel.copy is not None:
+                self.panel.copy.command = self._train_command()
         if self._shown is not None:
-            self._shown.update(_html(self.static_html()))
+            self._page = self.static_html()
+            self._shown.update(_html(self._page))
             self._after(values.keys())
+
+    def _grey(self) -> None:
+        """Show that the answer is of the values before: the next is waited for."""
+        if self._shown is not None:
+            self._shown.update(_html(f'<div aria-busy="true" style="{OLD}">{self._page}</div>'))
 
     def _answer(self) -> None:
         """Compute the answer to the current values. An impossible request sets `refusal`: a panel shows no traceback."""
@@ -121,9 +140,11 @@ class AnswerPanel:
 
     def static_html(self) -> str:
         """Return HTML that needs no kernel, script or network, and the equivalent command."""
-        hint = "" if self.panel is not None else FIX
-        parts = _figures_and_tables(self.value)
-        return redact(render("explorer", sentence=self.sentence, command=self._command(), hint=hint, **parts))
+        hint, parts = "" if self.panel is not None else FIX, _figures_and_tables(self.value)
+        sentence = markup(explained(self.sentence, set()))
+        return redact(
+            render("explorer", sentence=sentence, command=self._command(), hint=hint, legible=LEGIBLE, **parts)
+        )
 
     def __repr__(self) -> str:
         """Return the answer as text."""
@@ -150,7 +171,8 @@ class AnswerPanel:
         hint = "Controls show while the notebook's kernel runs: run this cell. Below is where they stood."
         bundle = {VIEW: self._repr_mimebundle_()[VIEW], "text/html": f"<p>{hint}</p>", "text/plain": hint}
         display(bundle, raw=True)
-        answer = {"text/html": self.static_html(), "text/plain": repr(self)}
+        self._page = self.static_html()
+        answer = {"text/html": self._page, "text/plain": repr(self)}
         if self._shown is None:
             self._shown = display(answer, raw=True, display_id=True)
             self._after()
@@ -159,13 +181,17 @@ class AnswerPanel:
 
 
 def _figures_and_tables(value: Any) -> dict[str, list[Any]]:
-    """Return pictures, tables that stand at their side, and wide tables that stand below.
+    """Return words, pictures, tables that stand at their side, and wide tables that stand below.
 
     `value` is a `Result`, something that shows itself as HTML, markup of ours (a picture), or a sentence.
     """
-    parts: dict[str, list[Any]] = {"pictures": [], "narrow": [], "wide": []}
-    if isinstance(value, str):
-        parts["pictures"] = [markup(value) if value.startswith("<") else value]
+    parts: dict[str, list[Any]] = {"words": [], "pictures": [], "narrow": [], "wide": []}
+    if isinstance(value, str) and not value.startswith("<"):
+        parts["words"] = [value]
+    elif isinstance(value, str):
+        parts["pictures"] = [markup(value)]
+    elif isinstance(value, Table):
+        parts["narrow"] = [markup(value.html())]
     elif hasattr(value, "_repr_html_") and not isinstance(value, Result):
         parts["pictures"] = [markup(value._repr_html_())]
     elif value is not None:

@@ -23,7 +23,7 @@ from toolkit.forecasting.diffs import diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
 from toolkit.notebook.answer_panel import AnswerPanel, unknown_control
-from toolkit.notebook.explorer_state import CONTROLS, Choice, ExplorerState, choices, command
+from toolkit.notebook.explorer_state import CONTROLS, Choice, ExplorerState, choices, command, train_command
 
 
 def _memory(state: ExplorerState) -> Result:
@@ -53,6 +53,10 @@ VIEWS: dict[str, tuple[Callable[[ExplorerState], Result], str]] = {
 
 SIDE_BY_SIDE = ("timeline", "precision")
 """The kinds that show a run with its forecast."""
+
+
+TRAINED = ("memory", "timeline")
+"""The kinds over one strategy, which a command can train."""
 
 
 class Explorer(AnswerPanel):
@@ -86,6 +90,9 @@ class Explorer(AnswerPanel):
 
     def _command(self) -> str:
         return command(self.kind, self.state)
+
+    def _train_command(self) -> str | None:
+        return train_command(self.state) if self.kind in TRAINED else None
 
     def _after(self, names: Collection[str] = ()) -> None:
         """Trace for the other sequence lengths in the background."""

@@ -14,6 +14,7 @@ from toolkit.config.flags import flag, spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.glossary import meaning
 from toolkit.devices.gpu_catalog import CARDS
 from toolkit.devices.machine import Hardware, hardware
 from toolkit.forecasting.finished_run import read_finished_run
@@ -25,6 +26,9 @@ SECOND = "against_"
 
 NODE = 8
 """Devices of a node, where there are more."""
+
+USUAL_LENGTH = 4096
+"""Tokens of a row at first, of a model that takes so many."""
 
 SHARDED = ("sharding", "offload", "adapter", "precision", "attention", "activation_checkpointing")
 BATCH_FIELDS = ("seq_len", "micro_batch")
@@ -112,7 +116,8 @@ class ExplorerState:
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or (Strategy(sharding=_full_shardings()[0]) if machine.ranks > 1 else Strategy())
         second = against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1)
-        batch, here_name = train_config or TrainConfig(), machine.device.name  # this machine's own name is long
+        batch = train_config or TrainConfig(seq_len=min(USUAL_LENGTH, specs[0].max_positions or USUAL_LENGTH))
+        here_name = machine.device.name  # this machine's own name is long
         if on is None or machine.device.kind == "cpu":
             here_name = HERE if on is None else "cpu"
         values: dict[str, Any] = {"model": specs[0].name, "device": here_name, "devices": machine.ranks}
@@ -248,7 +253,7 @@ def _choice(name: str, state: ExplorerState, kind: str) -> Choice:
     return Choice(
         name=name,
         label=label,
-        help=help or METADATA[field]["help"],
+        help=". ".join(filter(None, (help or METADATA[field]["help"], meaning(label)))),
         values=values,
         value=value,
         group="" if kind != "compare" or field not in SHARDED else "second" if name != field else "first",
@@ -280,6 +285,18 @@ def command(kind: str, state: ExplorerState) -> str:
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
     if state.run is not None:
         words += ["--run", state.run]
+    return shlex.join(words)
+
+
+def train_command(state: ExplorerState) -> str:
+    """Return the shell command that trains the first strategy; empty for several nodes, of which each has its own."""
+    count, nodes = state._nodes()
+    if nodes > 1:
+        return ""
+    words, model = ["toolkit", "train"], _model_word(state)
+    words += ["--model", *model, "--data", "<your data>"] if model else []
+    words += ["--processes", str(count)] if count > 1 else []
+    words += spell(_changed(state.fields(state.base), Strategy()) | _changed(state.fields(state.batch), TrainConfig()))
     return shlex.join(words)
 
 

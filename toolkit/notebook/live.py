@@ -12,8 +12,8 @@ from typing import Any
 
 from toolkit.launcher import Run
 
-UPDATE_SECONDS = 0.5
-"""Seconds between two updates: a page that redraws more often stutters."""
+UPDATE_SECONDS = 1.0
+"""Seconds between two updates. A page takes a seventh of a second to draw, and the ranks may need every core."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _View:
 
     handle: Any
     removes: list[Callable[[], None]] = field(default_factory=list)
-    """Each takes a button away."""
+    """Takes the last cell's button away; empty without ipywidgets."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Set when the run's end is shown."""
 
@@ -33,6 +33,9 @@ _shown: dict[str, int] = {}
 _followed: dict[str, _View] = {}
 """Folder → view of a running run."""
 
+_logarithmic: set[str] = set()
+"""Folders of runs that are shown with logarithmic axes."""
+
 _lock = threading.Lock()
 """Protects `_followed`: a view that is added as its thread ends would miss the end."""
 
@@ -40,7 +43,8 @@ _lock = threading.Lock()
 def show(run: Run) -> Callable[[float], object] | None:
     """Display a run in plain HTML, so that a saved notebook still shows how it ended.
 
-    A thread updates it in place during the run, and the kernel stays free. With ipywidgets there is a button that stops it.
+    A thread updates it in place during the run, and the kernel stays free. With ipywidgets there are buttons, in the last cell
+    that shows it: one stops the run, one makes the axes logarithmic.
     The returned function waits until the end is shown; None for a run that has ended.
     """
     from IPython.core.getipython import get_ipython
@@ -53,12 +57,12 @@ def show(run: Run) -> Callable[[float], object] | None:
     _shown[folder] = cell
     # Checked before the page is made: a run that ends in between is shown as running, and updated at once.
     if not run.alive:
-        display(HTML(run._repr_html_()))
+        display(HTML(run.view(log=folder in _logarithmic)))
         return None
     remove = _button(run)
     if remove is None:
         display(HTML("<p><code>run.stop()</code> stops it. For a button: <code>pip install ipywidgets</code></p>"))
-    page = HTML(run._repr_html_())
+    page = HTML(run.view(log=folder in _logarithmic))
     with _lock:
         view = _followed.get(folder)
         if view is not None:
@@ -66,7 +70,10 @@ def show(run: Run) -> Callable[[float], object] | None:
         else:
             view = _followed[folder] = _View(display(page, display_id=True))
             threading.Thread(target=_follow, args=(folder, run, view), name=f"live {folder}", daemon=True).start()
-        view.removes.extend([remove] if remove is not None else [])
+        before = view.removes[:]
+        view.removes[:] = [remove] if remove is not None else []
+    for remove_before in before:
+        remove_before()
     return view.ended.wait
 
 
@@ -98,20 +105,20 @@ def _follow(folder: str, run: Run, view: _View) -> None:
 def _page(run: Run, *, last: bool) -> str:
     """Return the run's current page; None where it cannot be read, with the reason the last time."""
     try:
-        return str(run._repr_html_())
+        return str(run.view(log=str(run.folder) in _logarithmic))
     except Exception as error:
         return f"<p>{html.escape(f'{run.folder} has ended, and cannot be shown: {error}')}</p>" if last else ""
 
 
 def _button(run: Run) -> Callable[[], None] | None:
-    """Show a button that stops the run: it ends its step and publishes a checkpoint.
+    """Show a button that stops the run, which ends its step and publishes a checkpoint, and one for logarithmic axes.
 
-    The returned function removes it: in a notebook that was saved with a widget, another kernel shows an error in its place.
+    The returned function removes them: in a notebook that was saved with a widget, another kernel shows an error in its place.
     None without ipywidgets.
     """
     try:
         from ipywidgets import HTML as Words
-        from ipywidgets import Button, Layout, VBox
+        from ipywidgets import Button, HBox, Layout, ToggleButton, VBox
     except ImportError:
         return None
     from IPython.display import HTML, display
@@ -123,13 +130,15 @@ def _button(run: Run) -> Callable[[], None] | None:
         button_style="danger",
         layout=Layout(width="auto"),
     )
-    message = Words()
+    folder, message = str(run.folder), Words()
+    axes = ToggleButton(value=folder in _logarithmic, description="Log axis", layout=Layout(width="auto"))
     # Not as wide as the page.
-    box = VBox([button, message], layout=Layout(align_items="flex-start"))
+    box = VBox([HBox([button, axes]), message], layout=Layout(align_items="flex-start"))
     # ipykernel 7 hands a widget's messages to the shell that made it, which handles none while a cell runs, as in run.wait().
     # Without that note they go where JupyterLab sends them: to a shell of their own.
-    with contextlib.suppress(AttributeError):
-        del button.comm._reply_subshell_id
+    for control in (button, axes):
+        with contextlib.suppress(AttributeError):
+            del control.comm._reply_subshell_id
 
     def stop(_: Any) -> None:
         button.disabled, button.description, message.value = True, "Stopping…", ""
@@ -142,13 +151,17 @@ def _button(run: Run) -> Callable[[], None] | None:
             message.value = f'<p role="alert">{html.escape(str(error))}</p>'
             button.disabled, button.description = False, "Stop"
 
+    def change_axes(change: Any) -> None:
+        (_logarithmic.add if change.new else _logarithmic.discard)(folder)
+
     button.on_click(stop)
+    axes.observe(change_axes, names="value")
     bundle = {**box._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
     handle: Any = display(bundle, raw=True, display_id=True)
 
     def remove() -> None:
         handle.update(HTML(""))
-        for widget in (box, button, message):
+        for widget in (box, *box.children[0].children, *box.children):
             widget.close()
 
     return remove

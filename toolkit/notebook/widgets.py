@@ -1,4 +1,4 @@
-"""`Panel`: the widgets of an explorer. `Slider`: a range input with a name. Only a panel imports this file, and ipywidgets."""
+"""`Panel`: the widgets of an explorer. `Control`: a slider or a list with a name. Panels alone import this file and ipywidgets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ GROUPS = {"": "", "first": "The first", "second": "Against"}
 MOMENT = 0.4
 """Seconds after which a person wonders whether anything happens."""
 
-TRACING = "The model is traced for this, once: some seconds, of a large one with an adapter half a minute."
+TRACING = (
+    "Computed once, then kept. A model that is traced takes some seconds, a large one with an adapter half a minute."
+)
 
 UNSEEN = "position:absolute;width:1px;height:1px;margin:0;overflow:hidden;clip-path:inset(50%);white-space:nowrap"
 """Takes no room on a page, and is read aloud all the same."""
@@ -32,9 +34,17 @@ class Panel:
     """Controls that call back while they move, and a line that screen readers announce."""
 
     def __init__(
-        self, heading: str, choices: Sequence[Choice], moved: Callable[..., None], continuous: Collection[str] = ()
+        self,
+        heading: str,
+        choices: Sequence[Choice],
+        moved: Callable[..., None],
+        continuous: Collection[str] = (),
+        command: str | None = None,
     ) -> None:
-        """Make a widget for each choice; `moved` is called with its name and its new value, of `continuous` while it is dragged."""
+        """Make a widget for each choice; `moved` is called with its name and its new value, of `continuous` while it is dragged.
+
+        With a `command`, also a button that copies it.
+        """
         self._moved, self._own, self._continuous = moved, False, continuous
         self.controls = {choice.name: self._control(choice) for choice in choices}
         self._status = ipywidgets.HTML()
@@ -44,16 +54,22 @@ class Panel:
             named = [ipywidgets.HTML(f"<strong>{title}</strong>")] if title and inside else []
             row = ipywidgets.Box(inside, layout=ipywidgets.Layout(flex_flow="row wrap", grid_gap="2px 14px"))
             groups += [*named, row] if inside else []
-        self.box = ipywidgets.VBox([ipywidgets.HTML(f"<h3>{html.escape(heading)}</h3>"), *groups, self._status])
+        self.copy = None if command is None else Copy(label="Train this", command=command)
+        copy = [] if self.copy is None else [self.copy]
+        title = ipywidgets.HTML(f"<h3>{html.escape(heading)}</h3>")
+        self.box = ipywidgets.VBox([title, *groups, *copy, self._status])
 
     def _control(self, choice: Choice) -> Any:
-        options = {"value": choice.value, "description": choice.label, "tooltip": choice.help}
-        if all(_is_number(value) for value in choice.values):
-            # Where each other number needs a trace, its picture is drawn once, at the slider's release.
-            control = Slider(_options(choice), continuous_update=choice.name in self._continuous, **options)
-        else:
-            room = {"style": {"description_width": "170px"}, "layout": ipywidgets.Layout(width="380px")}
-            control = ipywidgets.Dropdown(options=_options(choice), **options, **room)
+        # Where each other number needs a trace, its picture is drawn once, at the slider's release.
+        control = Control(
+            _options(choice),
+            choice.value,
+            words=not all(map(_is_number, choice.values)),
+            continuous_update=choice.name in self._continuous,
+            description=choice.label,
+            tooltip=choice.help,
+            layout=ipywidgets.Layout(width="380px", max_width="100%"),
+        )
         control.observe(lambda change: self._on_change(choice.name, change.new), names="value")
         return control
 
@@ -66,22 +82,24 @@ class Panel:
         control, self._own = self.controls[choice.name], True
         try:
             with contextlib.suppress(TraitError):
-                if isinstance(control, Slider):
-                    control.offer(_options(choice), choice.value)
-                else:
-                    control.value = choice.value
+                control.offer(_options(choice), choice.value)
         finally:
             self._own = False
 
-    def announce(self, sentence: str, *, visible: bool = False) -> None:
-        """Show a sentence: read out politely by screen readers, and visible above the picture or here."""
-        style = "" if visible else f' style="{UNSEEN}"'
-        self._status.value = f'<p role="status" aria-live="polite"{style}>{html.escape(sentence)}</p>'
+    def announce(self, sentence: str, *, waits: bool = False) -> None:
+        """Show a sentence: read out politely by screen readers; visible, with a moving bar, while something is waited for."""
+        style, bar = ("", "<progress></progress>") if waits else (f' style="{UNSEEN}"', "")
+        self._status.value = f'<p role="status" aria-live="polite"{style}>{bar} {html.escape(sentence)}</p>'
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Show a note if an answer takes longer than a moment."""
-        late = threading.Timer(MOMENT, self.announce, [TRACING], {"visible": True})
+    def busy(self, waits: Callable[[], None]) -> Iterator[None]:
+        """Show a note, and call `waits`, if an answer takes longer than a moment."""
+
+        def note() -> None:
+            self.announce(TRACING, waits=True)
+            waits()
+
+        late = threading.Timer(MOMENT, note)
         late.start()
         try:
             yield
@@ -90,15 +108,18 @@ class Panel:
             late.join()
 
 
-class Slider(anywidget.AnyWidget):
-    """The browser's own range input over a list of numbers, with the traits of an ipywidgets' SelectionSlider.
+class Control(anywidget.AnyWidget):
+    """The browser's own range input over numbers, or its list of words, with the traits of ipywidgets' selections.
 
-    The handle of that one has a role and no name for screen readers (https://dequeuniversity.com/rules/axe/4.11/aria-input-field-name).
+    The handle of an ipywidgets slider has a role and no name for screen readers
+    (https://dequeuniversity.com/rules/axe/4.11/aria-input-field-name), and its number is cut off in a narrow place.
     """
 
-    _esm = Path(__file__).with_name("slider.js")
+    _esm = Path(__file__).with_name("control.js")
     description = Unicode().tag(sync=True)
     tooltip = Unicode().tag(sync=True)
+    words = Bool().tag(sync=True)
+    """Whether it is a list."""
     spelled = List(Unicode()).tag(sync=True)
     index = Int().tag(sync=True)
     continuous_update = Bool().tag(sync=True)
@@ -106,7 +127,7 @@ class Slider(anywidget.AnyWidget):
     value = AnyValue()
 
     def __init__(self, options: list[tuple[str, Any]], value: Any, **traits: Any) -> None:
-        """Create a slider of `options`: each a label and a value."""
+        """Create a control of `options`: each a label and a value."""
         self._values = [option for _, option in options]
         super().__init__(spelled=[word for word, _ in options], value=value, **traits)
 
@@ -131,6 +152,14 @@ class Slider(anywidget.AnyWidget):
     @observe("index")
     def _index_moved(self, change: Any) -> None:
         self.value = self._values[change["new"]]
+
+
+class Copy(anywidget.AnyWidget):
+    """A button that copies a command."""
+
+    _esm = Path(__file__).with_name("copy.js")
+    label = Unicode().tag(sync=True)
+    command = Unicode().tag(sync=True)
 
 
 def _options(choice: Choice) -> list[tuple[str, Any]]:

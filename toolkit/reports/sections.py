@@ -22,7 +22,6 @@ from toolkit.reports.tables import (
     by_phase,
     by_rank,
     by_time,
-    pace,
     ratio,
     sample,
     spell_bytes,
@@ -30,6 +29,7 @@ from toolkit.reports.tables import (
     step_seconds,
     throughput,
 )
+from toolkit.run_folder.run_charts import speed
 from toolkit.training.loop import Step
 
 OUTCOMES = (
@@ -270,7 +270,7 @@ def _training(run: RunRecord) -> Section:
         lines["evaluation"] = [(event["step"], event["eval_loss"]) for event in run.evaluations]
     loss = curve(lines, title="Loss", x="step", y="loss")
     tables = [replace(_steps(run), picture=loss)]
-    if rates := [(event["step"], rate) for event in steps if (rate := pace(event)) is not None]:
+    if rates := [(event["step"], rate) for event in steps if (rate := speed(event)) is not None]:
         tables.append(_throughput(run, rates))
     if run.evaluations:
         evaluations, notes = sample(run.evaluations, "events.jsonl")
@@ -301,7 +301,7 @@ def _steps(run: RunRecord) -> Table:
 
     rows, (lines, notes) = [], sample(run.steps, "events.jsonl")
     for event in lines:
-        cells, rate = [cell(event, name, spell) for name, (_, spell) in spellings.items()], pace(event)
+        cells, rate = [cell(event, name, spell) for name, (_, spell) in spellings.items()], speed(event)
         rows.append((f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"))
     columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
     return Table(title="Steps", columns=columns, rows=rows, notes=notes)

@@ -10,6 +10,7 @@ from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Table
 from toolkit.core.phases import PHASES
 from toolkit.core.units import format_bytes, format_step_seconds
+from toolkit.run_folder.run_charts import speed
 
 SAMPLED_ROWS = 12
 """The most rows of a table that samples a file's lines."""
@@ -40,13 +41,8 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> float:
 
 def throughput(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Return tokens a second of all ranks in the median step after the fifth; None without token counts."""
-    rates = [rate for event in steps[WARM:] or steps if (rate := pace(event)) is not None]
+    rates = [rate for event in steps[WARM:] or steps if (rate := speed(event)) is not None]
     return float(median(rates)) if rates else None
-
-
-def pace(event: Mapping[str, Any]) -> float | None:
-    """Return a step's tokens a second; a line of `tk.log` may have none."""
-    return event["tokens"] / event["seconds"] if event.get("tokens") and event["seconds"] else None
 
 
 def spell_number(value: float | None) -> str:
@@ -98,7 +94,7 @@ def by_phase(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | N
     }
     names = [name for name in PHASES if any(name in source for source in sources.values())]
     bar_rows = [
-        Bar(label=f"{name}, {label}", parts={name: source[name]})
+        Bar(label=f"{name}, {label}", parts={label: source[name]})
         for name in names
         for label, source in sources.items()
         if name in source

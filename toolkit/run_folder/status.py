@@ -14,13 +14,15 @@ from typing import Any
 
 from toolkit.config.strategy import SHARDINGS
 from toolkit.core.atomic_io import LONGEST_LINE, check_fields, open_regular, parse_event, read_json
-from toolkit.core.charts import Bar, bars, curve
+from toolkit.core.charts import Bar, bars
 from toolkit.core.display import Table, markup, render
 from toolkit.core.errors import RunError, value_or
+from toolkit.core.pictures import LEGIBLE, figures_side_by_side
 from toolkit.core.redaction import redact_all
 from toolkit.core.units import format_bytes, format_seconds
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
+from toolkit.run_folder.run_charts import run_pictures
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
@@ -251,8 +253,19 @@ _LOOKS = {
 """Status → its ink and its ground."""
 
 
-def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str, Any]], message: str) -> str:
-    """Return HTML without scripts: headline, bar, loss curve, each rank's memory, and a table of the figures."""
+def page(
+    name: str,
+    status: str,
+    progress: Progress,
+    steps: Sequence[Mapping[str, Any]],
+    message: str,
+    *,
+    log: bool = False,
+) -> str:
+    """Return HTML without scripts: headline, bar, curves over the steps, each rank's memory, and a table of the figures.
+
+    `log` makes the axes of loss and gradient norm logarithmic.
+    """
     ink, ground = _LOOKS[status]
     return render(
         "run",
@@ -263,28 +276,22 @@ def page(name: str, status: str, progress: Progress, steps: Sequence[Mapping[str
         progress=progress,
         begun=progress.steps or status not in ("starting", "running"),
         message=message,
-        pictures=[markup(_loss(steps)), markup(_memory(progress))],
+        curves=markup(figures_side_by_side(run_pictures({name: steps}, log=log) if len(steps) > 1 else ())),
+        memory=markup(_memory(progress)),
+        legible=LEGIBLE,
         table=markup(progress.table(name).html()),
     )
 
 
-def _loss(steps: Sequence[Mapping[str, Any]]) -> str:
-    if len(steps) < 2:
-        return ""
-    points = [(float(event["step"]), event["loss"]) for event in steps]
-    return curve({"loss": points}, title="Loss", x="step", y="loss")
-
-
 def _memory(progress: Progress) -> str:
-    """Draw each rank's memory next to the forecast's peak, with the limit.
+    """Draw each rank's memory with the limit; allocated memory also next to the forecast's peak.
 
-    The resident memory of a CPU rank includes Python and its libraries, and a forecast does not: the label names that.
+    The resident memory of a CPU rank includes Python and its libraries, and a forecast does not: it stands in the table.
     """
     if not progress.bytes_per_rank:
         return ""
     rows = [Bar(label=f"rank {rank}", parts={progress.memory_kind: size}) for rank, size in progress.fullest]
-    if progress.forecast_bytes:
+    if progress.forecast_bytes and progress.bytes_are == "allocated":
         rows.append(Bar(label="forecast peak", parts={"forecast": progress.forecast_bytes}))
-    return bars(
-        rows, title="Memory of each rank", limit=progress.limit_bytes, limit_label="limit of a rank", spell=format_bytes
-    )
+    title = f"Memory of each rank: {progress.memory_kind}"
+    return bars(rows, title=title, limit=progress.limit_bytes, limit_label="limit of a rank", spell=format_bytes)
