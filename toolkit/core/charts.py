@@ -157,8 +157,7 @@ def curve(
     # Without values, which stand in the description: first and last mean something for a loss, not for any line.
     legend = {} if names or list(lines) == [y] else looks
     left = max(len(spell_y(value)) for value in (low, high)) * LETTER + 22
-    heights = (26, 220 if width == WIDTH else 120, 46)
-    return picture(title, description, draw, legend, (left, 22), heights, width)
+    return picture(title, description, draw, legend, (left, 22), (26, 220 if width == WIDTH else 120, 46), width)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:

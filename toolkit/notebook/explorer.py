@@ -55,10 +55,6 @@ SIDE_BY_SIDE = ("timeline", "precision")
 """The kinds that show a run with its forecast."""
 
 
-TRAINED = ("memory", "timeline")
-"""The kinds over one strategy, which a command can train."""
-
-
 class Explorer(AnswerPanel):
     """A panel over a forecast's request: `controls` by name, `value` (the answer to where they stand), `static_html()`."""
 
@@ -92,7 +88,8 @@ class Explorer(AnswerPanel):
         return command(self.kind, self.state)
 
     def _train_command(self) -> str | None:
-        return train_command(self.state) if self.kind in TRAINED else None
+        # The others are over several strategies.
+        return train_command(self.state) if self.kind in ("memory", "timeline") else None
 
     def _after(self, names: Collection[str] = ()) -> None:
         """Trace for the other sequence lengths in the background."""

@@ -151,11 +151,8 @@ def _button(run: Run) -> Callable[[], None] | None:
             message.value = f'<p role="alert">{html.escape(str(error))}</p>'
             button.disabled, button.description = False, "Stop"
 
-    def change_axes(change: Any) -> None:
-        (_logarithmic.add if change.new else _logarithmic.discard)(folder)
-
     button.on_click(stop)
-    axes.observe(change_axes, names="value")
+    axes.observe(lambda change: _logarithmic.symmetric_difference_update({folder}), names="value")
     bundle = {**box._repr_mimebundle_(), "text/plain": "run.stop() stops it."}
     handle: Any = display(bundle, raw=True, display_id=True)
 
