@@ -66,10 +66,10 @@ def run(python: Path, *words: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(("kind", "extra"), [*(("wheel", extra) for extra in EXTRAS), ("sdist", "notebook")])
 def test_each_extra_by_itself(files: dict[str, Path], extra: str, kind: str, tmp_path: Path) -> None:
-    build = ["setuptools", "wheel"] if kind == "sdist" else []
+    """The sdist with one: the wheel that it gives is the wheel, byte by byte (`test_release.py`)."""
+    build = ["setuptools"] if kind == "sdist" else []
     python = fresh(tmp_path, [*reached({extra} - {""}), "pip", *build])
     isolated = ["--no-build-isolation"] if kind == "sdist" else []
     run(python, "-m", "pip", "install", "--no-compile", *isolated, f"{files[kind]}[{extra}]" if extra else files[kind])
