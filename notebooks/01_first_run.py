@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 if importlib.util.find_spec("toolkit") is None:
-    wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    wanted = "accelerate-toolkit[notebook]"  # or the path of a wheel
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         if importlib.util.find_spec("torch"):
             print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
@@ -127,7 +127,8 @@ assert 4 * weights < first.peak_bytes
 # ## Train, and watch
 #
 # `tk.launch` starts the ranks and returns at once. `ddp` is the simplest way to share work: every rank has a whole
-# model, reads its own rows, and the gradients are averaged. The view below follows the run while you go on working.
+# model, reads its own rows, and the gradients are averaged. The view below follows the run while you go on working;
+# its buttons stop the run, and make the axis of the loss logarithmic.
 
 # %%
 request = {"data": "runs/reference.txt", "processes": RANKS, "steps": STEPS}
@@ -136,7 +137,7 @@ run = tk.launch("toolkit.finetune", "ddp", **request, **batch)
 run
 
 # %% [markdown]
-# ## Stop it
+# ## Stop it, and resume it
 #
 # The button above and `run.stop()` do the same: the ranks end their step, write a **checkpoint**, and leave. Here a
 # third of the steps is enough.
@@ -151,8 +152,6 @@ stopped_at = run.progress.step
 assert STEPS // 3 <= stopped_at < STEPS
 
 # %% [markdown]
-# ## Resume it
-#
 # A checkpoint holds the weights, the optimizer, the place in the data and the random numbers. So the run goes on as
 # if nothing had happened.
 
@@ -169,13 +168,26 @@ assert set(steps["attempt"]) == {0, 1}
 assert STEPS < 20 or steps["loss"].iloc[-1] < steps["loss"].iloc[0]
 
 # %% [markdown]
+# On a logarithmic axis you see whether the loss still falls. `tk.compare_runs` takes several runs, too:
+
+
+# %%
+def loss_curve(axis):
+    return tk.compare_runs([run], log=axis == "logarithmic")
+
+
+tk.vary(loss_curve, axis=["linear", "logarithmic"], start={"axis": "linear"}, title="The whole run")
+
+# %% [markdown]
 # ## Hear it
 #
 # The trained model lies in the run's folder as plain Hugging Face files. After so few steps it knows frequent words,
-# and no sentence yet.
+# and no sentence yet. The temperature says how often it takes a less likely word:
 
 # %%
-answer = tk.generate(run.folder, "The ", max_new_tokens=40, temperature=0.7)
+asked = {"max_new_tokens": 40, "stream": False}
+answers = {heat: str(tk.generate(run.folder, "The ", temperature=heat, **asked)) for heat in (0.2, 0.7, 1.5)}
+tk.vary(lambda temperature: f"The {answers[temperature]}", temperature=list(answers), title="What it writes")
 
 # %% [markdown]
 # ## Was the forecast right?
@@ -186,10 +198,16 @@ answer = tk.generate(run.folder, "The ", max_new_tokens=40, temperature=0.7)
 # %%
 run.report()
 
+# %% [markdown]
+# The same beside a forecast that you can move. With other rows than the run had, the panel says so:
+
+# %%
+tk.explore("timeline", run=run, controls=["micro_batch", "activation_checkpointing"])
+
 # %% tags=["check"]
 measured = run.memory["measured"]["peak_bytes"]
 planned = tk.forecast(tk.describe(), run.strategy, f"{RANKS}x cpu", settings) if not GPU else None
-assert answer
+assert all(answers.values())
 assert planned is None or abs(planned.peak_bytes / measured - 1) < 0.1
 
 # %% [markdown]
@@ -312,6 +330,17 @@ print(message)
 repaired = tk.resume(crashed.folder)
 repaired.wait()
 repaired.metrics[["step", "loss", "attempt"]]
+
+# %% [markdown]
+# How many steps are done again? Move when the rank is killed, and how often the run saves:
+
+
+# %%
+def done_again(killed_in_step, save_every):
+    return f"{(killed_in_step - 1) % save_every} steps are done again, and the one that was killed."
+
+
+tk.vary(done_again, killed_in_step=range(1, 41), save_every=[1, 3, 5, 10, 20], start={"killed_in_step": 5})
 
 # %% tags=["check"]
 assert f"rank {RANKS - 1}" in message

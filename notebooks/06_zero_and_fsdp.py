@@ -176,6 +176,26 @@ if {"zero2", "fsdp_grad_op"} <= set(runs):
 assert tk.Strategy(sharding="SHARD_GRAD_OP").sharding == "fsdp_grad_op"
 
 # %% [markdown]
+# The curves of all runs over each other: equal losses are one line. Move the axis.
+
+
+# %%
+def all_runs(axis):
+    return tk.compare_runs(list(runs.values()), log=axis == "logarithmic")
+
+
+tk.vary(all_runs, axis=["linear", "logarithmic"], start={"axis": "linear"}, title="One word apart")
+
+# %% [markdown]
+# Any two, as forecasts side by side, with the reason of every difference:
+
+# %%
+TWO = tk.Strategy(sharding="zero2", loss="whole", activation_checkpointing="none")
+tk.explore(
+    "compare", None, f"{RANKS}x cpu", TWO, tk.TrainConfig(), controls=["sharding", "against_sharding", "devices"]
+)
+
+# %% [markdown]
 # ## Who holds what, on your machine
 #
 # Two ranks are few. Take a Llama of 8B on eight A100: move the sharding, the offload and the number of devices, and
@@ -497,7 +517,22 @@ assert max(abs(a - b) for a, b in zip(once["losses"], always["losses"], strict=T
 
 # %% [markdown]
 # The same training, and the bytes are divided by the number of micro-batches. (DDP makes its buckets of 25 MiB from
-# the order of the first backward: the first pass has one all-reduce, later ones have a few.) Now the same loop with the toolkit's
+# the order of the first backward: the first pass has one all-reduce, later ones have a few.) What does the rule save
+# in a step of a larger model?
+
+
+# %%
+def reduced_in_a_step(accumulation, model_in_billions):
+    once = {"gradients": 4e9 * model_in_billions}
+    every = {"gradients": accumulation * once["gradients"]}
+    rows = [Bar(label="at the last micro-batch", parts=once), Bar(label="at every one", parts=every)]
+    return bars(rows, title=f"All-reduced in a step of {accumulation} micro-batches (computed)")
+
+
+tk.vary(reduced_in_a_step, accumulation=[1, 2, 4, 8, 16, 32], model_in_billions=[1, 8, 70])
+
+# %% [markdown]
+# Now the same loop with the toolkit's
 # `Accelerator`. First the inner part, for one micro-batch:
 
 
@@ -586,6 +621,26 @@ for repaired in (False, True):
     )
     heard["tk.prepare(model)" if repaired else "DistributedDataParallel(model)"] = out.read_text()
 table("Launched with sharding fsdp", ("the script calls", "the audit"), list(heard.items()))
+
+# %% [markdown]
+# What would the habit cost? For the Llama of 8B, by forecast:
+
+
+# %%
+def the_habit_costs(ranks):
+    needs = {
+        word: tk.forecast(LLAMA_8B, tk.Strategy(sharding=word), f"{ranks}x A100-80GB", BATCH)
+        for word in ("fsdp", "ddp")
+    }
+    rows = [
+        Bar(label=label, parts=need.parts)
+        for label, need in zip(("asked: fsdp", "got: ddp"), needs.values(), strict=True)
+    ]
+    limit = needs["ddp"].limit_bytes
+    return bars(rows, title=f"The peak of each of {ranks} ranks", limit=limit, limit_label="a GPU has")
+
+
+tk.vary(the_habit_costs, ranks=[2, 4, 8])
 
 # %% tags=["check"]
 wrong, right = heard.values()
@@ -761,7 +816,24 @@ assert torch.allclose(sum(slices), torch.nn.functional.gelu(x @ up) @ down, atol
 # **Take the first that fits: `ddp`, then `zero2`, then `fsdp`, then `zero3` with offload.** ZeRO-2 sends no more than
 # DDP. FSDP gathers the parameters twice in every step, and offload moves them over PCIe as well.
 # Your number: FSDP needs 16/N bytes a parameter on N ranks, gradients included, and the layer
-# that is gathered. `tk.plan` tries all of them on your machine:
+# that is gathered. Move the cards:
+
+
+# %%
+def in_order(card, count):
+    rows = []
+    for word, offload in (("ddp", "none"), ("zero2", "none"), ("fsdp", "none"), ("zero3", "cpu")):
+        strategy = tk.Strategy(sharding=word, offload=offload)
+        need = tk.forecast(LLAMA_8B, strategy, f"{count}x {card}", BATCH, advice=False)
+        rows.append((word, offload, format_bytes(need.needed_bytes), "yes" if need.fits else "no"))
+    return table(f"Llama 8B on {count} {card}", ("sharding", "offload", "a rank needs", "fits"), rows)
+
+
+CARDS = ["L4", "A100-40GB", "A100-80GB", "H200-141GB"]
+tk.vary(in_order, card=CARDS, count=[2, 4, 8], start={"card": "A100-40GB", "count": 8})
+
+# %% [markdown]
+# `tk.plan` tries all of them, with micro-batches and recomputation, and knows the speeds:
 
 # %%
 tk.plan(LLAMA_8B, "8x A100-40GB", seq_len=4096, global_batch=64)
@@ -782,6 +854,21 @@ for fields in ({"sharding": "zero2", "offload": "cpu"}, {"sharding": "fsdp", "pr
     except tk.StrategyError as error:
         refused.append((" ".join(f"--{name} {value}" for name, value in fields.items()), str(error)))
 table("Refused", ("asked", "the sentence"), refused)
+
+# %% [markdown]
+# Try others:
+
+
+# %%
+def accepted(sharding, offload, precision):
+    tk.Strategy(sharding=sharding, offload=offload, precision=precision)  # a refusal is shown as its sentence
+    return "Accepted."
+
+
+WORDS_OF = {"sharding": ["ddp", "zero2", "zero3", "fsdp", "hsdp"], "offload": ["none", "optimizer", "cpu"]}
+tk.vary(
+    accepted, **WORDS_OF, precision=["fp32", "bf16", "bf16_pure", "fp8"], start={"sharding": "zero2", "offload": "cpu"}
+)
 
 # %% tags=["check"]
 assert len(refused) == 3

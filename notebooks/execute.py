@@ -72,10 +72,17 @@ def colab_link(name: str) -> str:
     )
 
 
-def install_cell(wanted: str = "") -> str:
-    """The cell that installs the toolkit where it is missing. `wanted`: a wheel's path, in place of what pyproject.toml says."""
-    owned = repository()
-    wanted = wanted or "accelerate-toolkit[all]" + (f" @ git+https://github.com/{owned}" if owned else "")
+EXTRAS = {"01_first_run": "notebook"}
+"""Notebook → the only extra that it needs; others have parts of every one."""
+
+
+def install_cell(name: str, wanted: str = "") -> str:
+    """The cell of a notebook that installs the toolkit where it is missing.
+
+    `wanted`: a wheel's path, in place of what pyproject.toml says.
+    """
+    owned, extra = repository(), EXTRAS.get(name, "all")
+    wanted = wanted or f"accelerate-toolkit[{extra}]" + (f" @ git+https://github.com/{owned}" if owned else "")
     return INSTALL.replace("WANTED", wanted)
 
 
@@ -91,7 +98,7 @@ def address(source: Path) -> None:
     text = re.sub(r"^# \[!?\[?Open in Colab.*\n#\n", "", source.read_text(), flags=re.M)
     text = re.sub(r"^# # .*\n#\n", lambda title: title[0] + f"# {link}\n#\n" * bool(link), text, count=1, flags=re.M)
     source.write_text(
-        re.sub(r"^# Installs the toolkit.*?(?=\n\n# %%)", lambda _: install_cell(), text, flags=re.M | re.S)
+        re.sub(r"^# Installs the toolkit.*?(?=\n\n# %%)", lambda _: install_cell(source.stem), text, flags=re.M | re.S)
     )
     made = source.with_suffix(".ipynb")
     notebook, cells = nbformat.read(made, 4), read(source).cells

@@ -109,7 +109,7 @@ def test_the_notebook_begins_and_ends_as_all_do(source: Path) -> None:
     assert title.source.startswith("# ")
     assert colab_link(source.stem) in title.source
     assert ("Open in Colab" in title.source) == bool(repository())
-    assert installs.source == install_cell()
+    assert installs.source == install_cell(source.stem)
     assert not re.findall(r"!\[.*\]\(http|<img[^>]*src=.http", source.read_text())  # no picture from the network
     assert shows.source.endswith("tk.environment()")
     assert "GPU" in parameters.source
@@ -126,11 +126,11 @@ def test_links_and_install_cells_follow_the_repository(tmp_path: Path, monkeypat
     address(source)
     made = nbformat.read(source.with_suffix(".ipynb"), 4).cells
     assert "[Open in Colab](https://colab.research.google.com/github/somebody/theirs/blob/main/" in made[0].source
-    assert "accelerate-toolkit[all] @ git+https://github.com/somebody/theirs" in made[1].source
+    assert "accelerate-toolkit[notebook] @ git+https://github.com/somebody/theirs" in made[1].source
     monkeypatch.setattr("execute.repository", lambda: "")
     address(source)
     assert source.read_text() == before
-    assert '"accelerate-toolkit[all]"' in read(source).cells[1].source
+    assert '"accelerate-toolkit[notebook]"' in read(source).cells[1].source
 
 
 def test_a_parameter_that_is_not_replaced_is_an_error(source: Path) -> None:

@@ -109,7 +109,7 @@ def _shortened(svg: str) -> str:
 
 def figures_side_by_side(pictures: Iterable[str]) -> str:
     """Return small pictures next to each other; in a narrow place, below each other."""
-    cells = "".join(f'<div style="min-width:0">{picture}</div>' for picture in pictures)
+    cells = "".join(f'<div style="flex:1 1 300px;min-width:0;max-width:380px">{picture}</div>' for picture in pictures)
     return f'<div style="display:flex;flex-wrap:wrap;max-width:{WIDTH + 8}px">{cells}</div>' if cells else ""
 
 
