@@ -42,7 +42,7 @@ print(json.dumps({
     "doctor": tk.diagnose().ability("sharding", "moments").runs,
     "bytes": {word: one.parts["optimizer"] for word, one in forecasts.items()},
     "communication": {word: one.communication_bytes for word, one in forecasts.items()},
-    "explored": "moments" in [value for choice in panel.controls["sharding"].options for value in choice],
+    "explored": "moments" in panel.controls["sharding"].spelled,
 }))
 """
 
