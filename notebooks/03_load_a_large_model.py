@@ -504,14 +504,18 @@ assert model.get_input_embeddings().num_embeddings == SHAPE["vocab_size"]
 # ## The rule
 #
 # **To be read under ZeRO-3, a model needs 2 bytes a parameter divided by the ranks, and its largest matrix.** If that
-# fits, it loads; whether it trains is the sixteen bytes of the notebook before.
+# fits, it loads; whether it trains is the sixteen bytes of the notebook before. Move both:
+
 
 # %%
-ranks, config = 64, LLAMAS["70B"]
-share, matrix = 2 * described("70B").elements / ranks, 4 * config.vocab_size * config.hidden_size
-print(
-    f"Llama 70B on {ranks} ranks: {format_bytes(share)} + {format_bytes(matrix)} = {format_bytes(share + matrix)} each"
-)
+def to_be_read(size, ranks):
+    config, share = LLAMAS[size], 2 * described(size).elements / ranks
+    matrix = 4 * config.vocab_size * config.hidden_size
+    parts = {"its share": share, "largest matrix": matrix}
+    return bars([Bar(label=f"{size} on {ranks}", parts=parts)], title="A rank needs to read it (computed)")
+
+
+tk.vary(to_be_read, size=list(LLAMAS), ranks=[2, 4, 8, 16, 32, 64, 128], start={"size": "70B", "ranks": 64})
 
 # %% tags=["helper"]
 _ = Path("runs/chat.jsonl").write_text(

@@ -635,6 +635,23 @@ for name, label in (("masters off, upstream", "accelerator.prepare"), ("masters 
     rows.append((f"a master is off by, {label}", *(f"{seen[name]:.2g}" for seen in stages.values())))
 table("Each stage under bf16", ("stage", *stages), rows)
 
+# %% [markdown]
+# How far is a rounded master off? Move the weight. bf16 has 7 bits of mantissa: the error is up to 2^-8 of the weight,
+# and a step of the optimizer is often smaller.
+
+
+# %%
+def rounded_master(weight, stored_in):
+    master = float(stored(torch.tensor(weight, dtype=torch.float64), *FORMATS[stored_in]))
+    off = abs(master - weight) / weight
+    return (
+        f"A weight of {weight:g} begins at {master:.9g}: off by {off:.2g}. The toolkit's master begins at {weight:g}."
+    )
+
+
+weights = [0.001, 0.01, 1 / 3, 0.5, 1.001, 3.1416]
+tk.vary(rounded_master, weight=weights, stored_in=["bf16", "fp16"], start={"weight": 1.001, "stored_in": "bf16"})
+
 # %% tags=["check"]
 if "fsdp" in stages:
     assert stages["fsdp"]["loading"] == stages["fsdp"]["preparation"] == "float32"
@@ -690,6 +707,20 @@ for word in ("ddp", "zero3", "fsdp"):
     except tk.StrategyError as error:
         rows.append((word, str(error)))
 table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
+
+# %% [markdown]
+# And elsewhere: move the card, the sharding and the precision.
+
+
+# %%
+def does_it_run(card, sharding, precision):
+    tk.forecast("embedded", tk.Strategy(sharding=sharding, precision=precision), f"2x {card}")  # a refusal is shown
+    return f"{precision} runs under {sharding} on {card}."
+
+
+CARDS, WORDS = ["cpu", "T4", "V100-32GB", "L4", "H100-80GB"], ["fp32", "fp16", "bf16", "bf16_pure", "fp8"]
+start = {"card": "T4", "sharding": "fsdp", "precision": "bf16"}
+tk.vary(does_it_run, card=CARDS, sharding=["ddp", "zero3", "fsdp"], precision=WORDS, start=start)
 
 # %% tags=["check"]
 able = [word for word, said in rows if said == "runs"]
