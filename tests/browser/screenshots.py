@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 import toolkit as tk
 
 PICTURES = Path(__file__).parents[2] / "docs" / "images"
-MOST = 200_000
+MOST = 250_000
 """Bytes of a picture."""
 
 MODEL = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}'  # noqa: E501
@@ -48,7 +48,7 @@ def main() -> None:
         (folder / "7B").mkdir()
         (folder / "7B/config.json").write_text(MODEL)
         with serving(folder) as url, browsing() as browser:
-            page = browser.new_page(viewport={"width": 1440, "height": 1500})
+            page = browser.new_page(viewport={"width": 1440, "height": 2200})
             notebook = Notebook(page, url, folder / "notebook.ipynb", CELLS)
             page.locator(".jp-SideBar [data-id=filebrowser]").click()
             notebook.run(0)
