@@ -476,11 +476,19 @@ assert forward_bytes(splits[BATCHES[0]]) < forward_bytes(whole)
 #
 # **Training takes 16 bytes a parameter, and what the forward keeps of one micro-batch.** If the first number is too
 # large, share it (ZeRO-3, FSDP) or train fewer parameters (LoRA). If the second is too large, take fewer rows and
-# accumulate, compute the loss in chunks, or recompute activations.
+# accumulate, compute the loss in chunks, or recompute activations. Move your model, and the GPUs that share its states:
+
 
 # %%
-print(f"Your model: 16 x {format_count(P)} = {format_bytes(16 * P)}, whatever the batch.")
-print(f"Each row of {SEQ_LEN} tokens adds {format_bytes(kept[BATCHES[-1]] / BATCHES[-1])}.")
+def the_rule(parameters, gpus):
+    states = f"16 x {format_count(parameters)} = {format_bytes(16 * parameters)}, whatever the batch"
+    share = f"{format_bytes(16 * parameters / gpus)} on each of {gpus} GPUs" if gpus > 1 else "on one GPU"
+    return f"{states}; {share}. A row of {SEQ_LEN} tokens of this notebook's model adds {row_bytes}."
+
+
+row_bytes = format_bytes(kept[BATCHES[-1]] / BATCHES[-1])
+models = [P, *(billions * 10**9 for billions in (1, 3, 7, 13, 70))]
+tk.vary(the_rule, parameters=models, gpus=[1, 2, 4, 8, 16, 64], start={"parameters": P, "gpus": 1})
 
 
 # %% tags=["helper"]
@@ -504,13 +512,18 @@ PYTHON = 700 * 2**20  # bytes that Python and its libraries take of a rank's add
 # %% [markdown]
 # ## When it goes wrong
 #
-# You ask for too many rows. The forecast says so before the launch:
+# You ask for too many rows. The forecast says so before the launch. Find the most that fit:
+
 
 # %%
-too_many = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=CRASH_ROWS, steps=2)
+def warned(rows):
+    return tk.forecast(spec, plain, machine, tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=rows, steps=2))
+
+
 machine = tk.hardware() if GPU else tk.hardware("1x cpu", host_memory="600MiB")
-warning = tk.forecast(spec, plain, machine, too_many)
-print(warning.reason)
+warning = warned(CRASH_ROWS)
+sizes = [CRASH_ROWS // 2**power for power in range(6, -1, -1)]
+tk.vary(lambda rows: warned(rows).reason, rows=sizes, start={"rows": CRASH_ROWS}, title="Do these rows fit?")
 
 # %% [markdown]
 # You launch all the same. `on_oom="shrink"` is the repair: a rank that runs out of memory is started again with half
