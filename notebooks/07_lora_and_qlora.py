@@ -58,6 +58,7 @@ EQUAL = 1e-2 if GPU else 1e-4  # relative difference that counts as equal: a GPU
 import logging
 import os
 import warnings
+from html import escape
 from pathlib import Path
 
 import torch
@@ -140,9 +141,16 @@ def corpus(count, documented, seed):
     return "\n".join(function(draw, draw.random() < documented) for _ in range(count))
 
 
+# %% [markdown]
+# Look at some of them:
+
+
 # %%
-print(function(random.Random(0), documented=False))
-print(function(random.Random(0), documented=True))
+def a_function(number, documented):
+    return f"<pre>{function(random.Random(number), documented == 'yes')}</pre>".replace("->", "-&gt;")
+
+
+tk.vary(a_function, number=range(20), documented=["no", "yes"], start={"number": 0, "documented": "yes"})
 
 # %% [markdown]
 # The base is made from its config, with a byte-level BPE of 4,096 tokens:
@@ -410,7 +418,24 @@ for adapter, trial in trials.items():
     rows.append((adapter, *map(format_bytes, sizes), format_bytes(trial.forecast_bytes)))
 columns = ("adapter", "trainable", "frozen", "optimizer", "peak", "peak, forecast")
 parts = [Bar(label=adapter, parts=trial.parts) for adapter, trial in trials.items()]
-show(bars(parts, title="The peak by part (measured)"), "In fp32 a frozen weight of LoRA has four bytes", columns, rows)
+show(
+    bars(parts, title="All three: the peak by part (measured)"),
+    "In fp32 a frozen weight of LoRA has four bytes",
+    columns,
+    rows,
+)
+
+# %% [markdown]
+# Two of them beside each other, the peak by part:
+
+
+# %%
+def beside(one, other):
+    pair = [Bar(label=name, parts=trials[name].parts) for name in (one, other)]
+    return bars(pair, title="The peak by part (measured)")
+
+
+tk.vary(beside, one=list(trials), other=list(trials), start={"one": "none", "other": "qlora"})
 
 # %% tags=["check"]
 first = {adapter: trial.losses[0] for adapter, trial in trials.items()}
@@ -454,6 +479,23 @@ for (word, adapter), ranks in audits.items():
 columns = ("sharding", "adapter", "rank", "frozen base", "adapter's weights", "masters", "moments")
 table("Held by a rank between two steps (measured)", columns, rows)
 
+# %% [markdown]
+# Or one run as a picture, its ranks below each other:
+
+
+# %%
+def ranks_of(sharding, adapter):
+    names = {"frozen": "frozen base", "trainable": "adapter", "master": "master", "optimizer": "optimizer"}
+    held = audits[sharding, adapter]
+    rows = [
+        Bar(label=f"rank {rank}", parts={name: one[key] for key, name in names.items()})
+        for rank, one in enumerate(held)
+    ]
+    return bars(rows, title=f"{adapter} under {sharding}, between two steps (measured)")
+
+
+tk.vary(ranks_of, sharding=SHARDED.split(","), adapter=["lora", "qlora"])
+
 # %% tags=["check"]
 for ranks in audits.values():
     assert len(ranks) == RANKS
@@ -476,15 +518,26 @@ strategy = trials["qlora"].forecast.strategy
 fields = {"seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "steps": STEPS, "lr": rates["qlora"]}
 run = tk.launch("toolkit.finetune", strategy, processes=1, model=base, data=run_config.data, **fields)
 run.wait(progress=False)
-rows = []
-for prompt in ("def multiply(price", "def subtract(north"):
+answers = {}
+for prompt in ("def multiply(price", "def subtract(north", "def add(left"):
     for name, source in (("the base", base), ("with its adapter", run.folder)):
         answer = tk.generate(source, prompt, max_new_tokens=48, stream=False, chat_template=False)
-        rows.append((name, prompt + str(answer).partition("\n\n")[0]))
-print("\n\n".join(f"# {name}\n{text}" for name, text in rows))
+        answers[prompt, name] = prompt + str(answer).partition("\n\n")[0]
+
+# %% [markdown]
+# Choose a beginning, and read both:
+
+
+# %%
+def both(prompt):
+    texts = [f"# {name}\n{text}" for (asked, name), text in answers.items() if asked == prompt]
+    return "<pre>" + escape("\n\n".join(texts)) + "</pre>"
+
+
+tk.vary(both, prompt=list(dict.fromkeys(prompt for prompt, _ in answers)), title="Before and after")
 
 # %% tags=["check"]
-assert STEPS < 20 or all(('"""' in text) == (name != "the base") for name, text in rows)
+assert STEPS < 20 or all(('"""' in text) == (name != "the base") for (_, name), text in answers.items())
 again = [float(loss) for loss in run.metrics["loss"]]
 assert all(abs(one / two - 1) < EQUAL for one, two in zip(again, trials["qlora"].losses, strict=True))
 adapter_folder = run.folder / "export"
@@ -600,6 +653,26 @@ for name in order:
     rows.append((name, format_bytes(stored_bytes(models[name][1])), f"{scores[name]:.4f}", change))
 table("One model, five forms (measured)", ("form", "files", "loss", "change"), rows)
 
+# %% [markdown]
+# And a model of yours? Its linear layers take these forms; embedding and head stay in 16 bits:
+
+
+# %%
+def forms_of(billions, embedding_percent):
+    share, rows = embedding_percent / 100, []
+    for form, size in (("fp32", 4), ("bf16", 2), ("int8", 1), ("nf4", 0.516)):
+        rest = 4 if form == "fp32" else 2
+        rows.append((form, format_bytes(1e9 * billions * (share * rest + (1 - share) * size))))
+    return table(f"{billions}B parameters (computed)", ("form", "files"), rows)
+
+
+tk.vary(
+    forms_of,
+    billions=[1, 3, 8, 32, 70],
+    embedding_percent=[1, 2, 5, 10, 20],
+    start={"billions": 8, "embedding_percent": 10},
+)
+
 # %% tags=["check"]
 sizes = [stored_bytes(models[name][1]) for name in ("fp32", "bf16", "int8, activations too", "nf4")]
 assert sizes[0] > sizes[1]
@@ -663,6 +736,19 @@ try:
 except tk.ToolkitError as said:
     refused.append(("an adapter's folder as --model", str(said)))
 table("Refused", ("asked", "the sentence"), refused)
+
+# %% [markdown]
+# Try others:
+
+
+# %%
+def accepted(adapter, sharding, offload):
+    tk.Strategy(adapter=adapter, sharding=sharding, offload=offload)  # a refusal is shown as its sentence
+    return "Accepted."
+
+
+WAYS = {"adapter": ["lora", "dora", "qlora", "qlora8"], "sharding": ["ddp", "zero2", "zero3", "fsdp"]}
+tk.vary(accepted, **WAYS, offload=["none", "optimizer", "cpu"], start={"adapter": "qlora8", "sharding": "fsdp"})
 
 # %% tags=["check"]
 assert len(refused) == 3

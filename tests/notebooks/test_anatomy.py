@@ -22,6 +22,8 @@ BEFORE = ("You know", "You can then", "Time", "Hardware")
 LONGEST_CELL = 15
 MOVED = re.compile(r"^.*\btk\.(?:explore|vary)\(", re.MULTILINE)
 FEWEST_CONTROLS = 3
+STILL = ("Before you start", "Exercises", "Next")
+"""Sections without anything to move."""
 MOST_CODE = 2_217 // 2
 """Lines of visible code in all notebooks, without blank ones: half of what they had."""
 
@@ -86,7 +88,25 @@ def test_a_sentence_stands_before_every_cell(lesson: nbformat.NotebookNode) -> N
 
 
 def test_there_is_something_to_move(lesson: nbformat.NotebookNode) -> None:
+    """In every section: a panel, or the buttons of a run that it shows."""
     assert len(MOVED.findall("\n".join(code(lesson)))) >= FEWEST_CONTROLS
+    sections, title = {}, ""
+    for cell in visible(lesson):
+        if cell.cell_type == "markdown":
+            for line in cell.source.splitlines():
+                title = line.removeprefix("## ") if line.startswith("## ") else title
+        else:
+            sections[title] = sections.get(title, "") + cell.source + "\n"
+    still = [title for title, text in sections.items() if not MOVED.search(text) and not re.search("^run$", text, re.M)]
+    assert set(still) <= {"", *STILL}
+
+
+@pytest.mark.parametrize("kind", ["memory", "compare", "timeline", "precision"])
+def test_every_panel_stands_where_its_subject_is_taught(kind: str) -> None:
+    assert any(
+        f'tk.explore("{kind}"' in "".join(re.sub(r"\(\s+", "(", cell) for cell in code(read(source)))
+        for source in LESSONS
+    )
 
 
 def test_a_result_is_a_table_a_picture_or_a_sentence(lesson: nbformat.NotebookNode) -> None:
