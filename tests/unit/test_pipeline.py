@@ -5,20 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed.pipelining
 import transformers
 
 from toolkit import StrategyError, describe, forecast, plan
-from toolkit.config.strategy import Strategy
+from toolkit.config.strategy import PP_SCHEDULES, Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.pipeline import PipelineLoop
 from toolkit.engines.pipeline.anatomy import anatomy_of, held, split
-from toolkit.engines.pipeline.schedules import idle_share
+from toolkit.engines.pipeline.schedules import SEVERAL, idle_share, schedule_class
 from toolkit.engines.resolution import resolve
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA = transformers.LlamaConfig(**SHAPE, intermediate_size=128, vocab_size=256)
+DENSE_FIRST = transformers.Qwen3MoeConfig(
+    **SHAPE,
+    intermediate_size=64,
+    vocab_size=256,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    mlp_only_layers=[0, 1],
+)
 EMPTY_LAYERS: dict[str, Any] = {
     "vocab_size_per_layer_input": 256,
     "vocab_size": 256,
@@ -36,17 +46,25 @@ def job(config: Any = LLAMA, ranks: int | None = None, accumulation: int = 4, **
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sharding": "ddp"}, ("sharding 'ddp'", "pp 2", "sharding none")),
-        ({"sharding": "fsdp"}, ("sharding 'fsdp'", "pp 2", "sharding none")),
-        ({"sharding": "zero1"}, ("sharding 'zero1'", "pp 2", "sharding none")),
-        ({"sharding": "zero3"}, ("sharding 'zero3'", "pp 2", "sharding none")),
-        ({"adapter": "lora"}, ("adapter 'lora'", "adapter none")),
-        ({"adapter": "qlora"}, ("adapter 'qlora'", "adapter none")),
-        ({"precision": "fp16"}, ("precision 'fp16'", "bf16")),
-        ({"tp": 2, "ranks": 4}, ("--tp", "pp 2")),
+        ({"sharding": "ddp"}, ("ddp, pp 2", "4 ranks", "got 2")),
+        ({"sharding": "fsdp"}, ("fsdp, pp 2", "4 ranks", "got 2")),
+        ({"sharding": "fsdp_grad_op", "ranks": 4}, ("'fsdp_grad_op'", "whole in any case", "fsdp")),
+        ({"sharding": "zero1", "ranks": 4}, ("'zero1'", "DeepSpeed", "fsdp")),
+        ({"sharding": "zero2", "ranks": 4}, ("'zero2'", "every micro-batch", "fsdp")),
+        ({"sharding": "zero3", "ranks": 4}, ("'zero3'", "gather every parameter", "fsdp")),
+        ({"sharding": "ddp", "tp": 2, "ranks": 8}, ("sharding 'ddp'", "tp 2", "fsdp")),
+        ({"adapter": "lora", "tp": 2, "ranks": 4}, ("adapter 'lora'", "tp 2", "adapter none")),
+        (
+            {"config": DENSE_FIRST, "adapter": "lora", "lora_targets": "up_proj"},
+            ("'up_proj' adapts nothing in layers 2 to 3", "all-linear"),
+        ),
+        ({"adapter": "qlora"}, ("adapter 'qlora'", "packed weights", "lora")),
+        ({"precision": "fp16"}, ("precision 'fp16'", "loss scale", "bf16")),
+        ({"pp_schedule": "ScheduleDualPipeV"}, ("'ScheduleDualPipeV'", "first and the last stage", "zero_bubble")),
+        ({"pp_schedule": "zero_bubble", "loss": "chunked"}, ("loss 'chunked'", "--loss whole")),
         ({"cp": 2, "ranks": 4}, ("--cp", "pp 2")),
         ({"compile": True}, ("--compile", "pp 2")),
-        ({"ranks": 4}, ("4 ranks", "Choose 2 processes")),
+        ({"ranks": 4}, ("4 ranks", "Choose sharding 'fsdp', or 2 processes")),
         ({"ranks": 3}, ("pp 2", "3 ranks", "multiple of 2")),
         ({"accumulation": 1}, ("accumulation 1", "'1f1b'", "--accumulation 2", "gpipe")),
         ({"accumulation": 5, "pp_schedule": "interleaved"}, ("accumulation 5", "multiple of 2", "--accumulation 6")),
@@ -75,18 +93,50 @@ def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tupl
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", PP_SCHEDULES)
 def test_each_schedule_takes_its_own_numbers_of_micro_batches(schedule: str) -> None:
     """1F1B fills the pipeline once; rounds of an interleaved one are equally long, as torch's classes require."""
     for pp, count in ((2, 3), (2, 4), (2, 5), (4, 3), (4, 6), (4, 10), (4, 11)):
         rounds = max(1, count // pp)
-        able = {"gpipe": True, "1f1b": count >= pp, "interleaved": count >= pp and count % rounds == 0}[schedule]
+        in_rounds = count >= pp and count % rounds == 0
+        able = {"1f1b": count >= pp, "interleaved": in_rounds, "zero_bubble": in_rounds}.get(schedule, True)
         config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 8}, vocab_size=256)
         if able:
             assert job(config, pp=pp, accumulation=count, pp_schedule=schedule).settings["schedule"] == schedule
         else:
             with pytest.raises(StrategyError, match=f"accumulation {count}"):
                 job(config, pp=pp, accumulation=count, pp_schedule=schedule)
+
+
+def test_a_schedule_has_the_name_of_torchs_class_too() -> None:
+    """Each with and without `Schedule`, in any case; torch has the class, and schedules of several stages run two by default."""
+    for schedule, name in PP_SCHEDULES.items():
+        words = (schedule, name, name.lower(), f"Schedule{name}")
+        jobs = [job(pp_schedule=word) for word in words]
+        assert {each.strategy.pp_schedule for each in jobs} == {schedule}
+        assert schedule_class(jobs[0]) is getattr(torch.distributed.pipelining, f"Schedule{name}")
+        assert jobs[0].settings["stages_per_rank"] == (2 if schedule in SEVERAL else 1)
+
+
+def test_data_parallel_ranks_of_a_stage_read_different_rows() -> None:
+    """Those of one data-parallel rank, of all stages, read the same: pp is the outermost dimension."""
+    made = job(ranks=8, sharding="fsdp", tp=2)
+    places = [made.coordinates(rank) for rank in range(8)]
+    assert [(place.pp, place.dp_rank, place.tp) for place in places] == [
+        (pp, dp, tp) for pp in range(2) for dp in range(2) for tp in range(2)
+    ]
+    assert list(made.parallelism.loss_ranks()) == [4, 6]
+    assert job(ranks=8, sharding="fsdp", accumulation=32).global_batch == 32 * 4 * TrainConfig().micro_batch
+
+
+def test_fsdp_shards_the_states_of_a_stage_between_steps() -> None:
+    whole, half = job(), job(ranks=4, sharding="fsdp")
+    for rank in range(4):
+        expected = whole.engine.expected_state(whole, rank // 2)
+        state = half.engine.expected_state(half, rank)
+        assert (2 * state.trainable, 2 * state.optimizer) == (expected.trainable, expected.optimizer)
+    assert "whole within a step" in half.engine.compute_note(half)
+    assert "whole" not in whole.engine.compute_note(whole)
 
 
 def test_forecast_and_plan_say_that_there_is_none() -> None:

@@ -134,10 +134,9 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
     }
     divides, rule, processes, other = rules[kind]
     if not divides:
-        choice = "" if strategy.pp > 1 else f"sharding {other!r}, or "
         raise StrategyError(
-            f"sharding {strategy.sharding!r} {rule}; got {count_ranks(data * product)}. Choose {choice}"
-            f"{'1 process' if processes == 1 else f'{processes} processes'}."
+            f"sharding {strategy.sharding!r} {rule}; got {count_ranks(data * product)}. Choose sharding {other!r}, "
+            f"or {'1 process' if processes == 1 else f'{processes} processes'}."
         )
 
 

@@ -21,7 +21,15 @@ GRAD_ACCUM_DTYPES = ("auto", "fp32", "bf16", "fp16")
 ACTIVATION_CHECKPOINTINGS = ("auto", "none", "selective", "attention", "full", "every:K")
 MLP_TILES = ("none", "auto", "K")
 UNUSED_PARAMETERS = ("refuse", "find")
-PP_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+PP_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "zero_bubble": "InterleavedZeroBubble",
+}
+"""Schedule of a pipeline → its class in torch, without `Schedule`; these names are aliases."""
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 OPTIMIZER_WORDS = (*OPTIMIZERS, "adamw8bit", "adafactor")
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -138,6 +146,21 @@ def sharding_word(word: str) -> str:
     )
 
 
+def schedule_word(word: str) -> str:
+    """Return the schedule of a word or of a class of torch, in any case: `"ScheduleGPipe"` → `"gpipe"`. Others stay as they are.
+
+    Raises:
+        StrategyError: for a schedule with stages that lie on the ranks in a V.
+    """
+    key = word.strip().lower().removeprefix("schedule") if isinstance(word, str) else word
+    if key in map(str.lower, V_SCHEDULES):
+        raise StrategyError(
+            f"pp_schedule {word!r} needs the first and the last stage on one rank, and here rank r holds stages r, r + pp, …. "
+            "Choose pp_schedule 'zero_bubble'."
+        )
+    return next((own for own, name in PP_SCHEDULES.items() if key in (own, name.lower())), word)
+
+
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Result):
@@ -213,14 +236,20 @@ class Strategy(Result):
         "ulysses: exchange heads; gather: all keys and values on each rank; auto: ulysses where cp divides the heads",
     )
     ep: int = amount(1, "expert parallelism: ranks that share the experts of each layer", least=1)
-    pp: int = amount(1, "pipeline parallelism: ranks that each hold some layers; with none", least=1)
+    pp: int = amount(
+        1,
+        "pipeline parallelism: ranks that each hold some layers; with none, ddp, and fsdp or hsdp, which keep a stage whole within "
+        "a step, and shard it between steps",
+        least=1,
+    )
     pp_schedule: str = choice(
         "1f1b",
         PP_SCHEDULES,
-        "order of a step's micro-batches, which are its accumulation; interleaved: several stages on each rank",
+        "order of a step's micro-batches, which are its accumulation; the last three: several stages on each rank; torch's names, "
+        "as Interleaved1F1B, are aliases",
     )
     pp_stages_per_rank: int | None = amount(
-        None, "stages on each rank; open: 2 for interleaved, otherwise 1", needs="pp", least=1
+        None, "stages on each rank; open: 2 for schedules of several, otherwise 1", needs="pp", least=1
     )
     lora_rank: int = amount(16, "rank of the adapter's matrices", needs="adapter", least=1)
     lora_alpha: int | None = amount(
@@ -236,6 +265,7 @@ class Strategy(Result):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
         object.__setattr__(self, "mlp_tiles", str(self.mlp_tiles))  # Python and JSON may give a number
+        object.__setattr__(self, "pp_schedule", schedule_word(self.pp_schedule))
         validate(self)
         self._check_table()
 

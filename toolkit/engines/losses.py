@@ -39,7 +39,7 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 def choose_loss(job: Job) -> str:
     """Return `chunked` on a CPU, and on a GPU where whole logits are large beside the states; else `whole`."""
     spec, train_config = job.spec, job.train_config
-    if spec is None or spec.runs_code:
+    if spec is None or spec.runs_code or job.settings.get("splits_backward"):
         return "whole"
     state, tokens = job.engine.expected_state(job), train_config.micro_batch * train_config.seq_len
     logits = LOGITS_BYTES * tokens * spec.vocab

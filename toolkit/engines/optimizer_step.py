@@ -133,6 +133,25 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
+def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm of gradients over any meshes. Each element counts once. A collective of these meshes."""
+    import torch
+
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
+
+
+def scale_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Scale gradients in place to a norm of at most `limit`; `norm` is theirs."""
+    import torch
+
+    if math.isfinite(limit):
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            getattr(gradient, "_local_tensor", gradient).mul_(factor)
+
+
 def loss_scaler(job: Job) -> list[Any]:
     """Return Accelerate's handler with the job's loss scale; none without scaling."""
     from accelerate.utils import GradScalerKwargs

@@ -44,9 +44,10 @@ def engine_for(sharding: str, tp: int = 1, ep: int = 1, pp: int = 1) -> Engine:
     name = SHARDINGS[sharding].engine
     if tp == ep == pp == 1:
         return _named(name)
-    key = f"{'pipeline' if pp > 1 else 'mesh'} {name}"
+    key = f"{f'pipeline {max(tp, ep) > 1}' if pp > 1 else 'mesh'} {name}"
     if key not in _engines and pp > 1:
-        _engines[key] = importlib.import_module("toolkit.engines.pipeline").Pipeline(_named(name))
+        inner = engine_for(sharding, tp, ep)
+        _engines[key] = importlib.import_module("toolkit.engines.pipeline").Pipeline(inner)
     elif key not in _engines:
         _engines[key] = importlib.import_module("toolkit.engines.mesh").Mesh(_named(name), sharded=name != "ddp")
     return _engines[key]

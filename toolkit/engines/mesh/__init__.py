@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from toolkit.engines.mesh.plan import (
     transfers,
 )
 from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
-from toolkit.engines.optimizer_step import by_mesh
+from toolkit.engines.optimizer_step import scale_gradients, total_norm
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
@@ -230,19 +229,31 @@ class Mesh(Engine):
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once. Under `ddp` average before."""
-        import torch
-
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._replicas is not None:
             _average(gradients, self._replicas)
-        norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
-        whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
-        if math.isfinite(limit):
-            factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-            for gradient in gradients:
-                getattr(gradient, "_local_tensor", gradient).mul_(factor)
+        norm = total_norm(gradients)
+        scale_gradients(gradients, norm, limit)
         return norm
+
+    def split(self, model: Any, mesh: Any) -> None:
+        """Split the weights of a loaded model over a `tp` mesh: for a pipeline, which leaves others' on the meta device."""
+        from torch.distributed.tensor import DTensor
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        register_summed()
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+
+        def is_held(name: str) -> bool:
+            own = [parameters[name]] if name in parameters else modules[name].parameters(recurse=False)
+            return not any(parameter.is_meta for parameter in own)
+
+        apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if is_held(name)})
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):  # a view would keep the whole weight
+                parameter._local_tensor = parameter._local_tensor.clone()
 
 
 def _average(gradients: Sequence[Any], group: Any) -> None:

@@ -5,20 +5,23 @@ torch's schedules (`torch.distributed.pipelining`) order the work. The model's o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
-from toolkit.engines.base import Engine
+from toolkit.engines.base import Engine, read_precision
 from toolkit.engines.job import Job
-from toolkit.engines.losses import with_trained
-from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job, split
+from toolkit.engines.optimizer_step import scale_gradients, total_norm
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job, name_in_spec, places_of, split
 from toolkit.engines.pipeline.runtime import RUNTIMES, Runtime
-from toolkit.engines.pipeline.schedules import idle_share, refuse, stages_per_rank
+from toolkit.engines.pipeline.schedules import check_adapted, idle_share, refuse, stages_per_rank
+from toolkit.engines.pipeline.sharding import MESH, bare, make_mesh, shard_stages, sharded, tie
 from toolkit.engines.pipeline.stages import drop
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import BUFFER, Shard
+from toolkit.engines.timeouts import handlers
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -56,7 +59,7 @@ def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class Pipeline(Engine):
-    """`--pp N` with `none`. A rank's module has every name of the model; parameters of other ranks are on the meta device."""
+    """`--pp N` around the engine of one stage. A rank's module has every name of the model; others' parameters are on meta."""
 
     own_loop = PipelineLoop
     no_forecast = "the stages of --pp have no forecast yet. `toolkit train` runs without one. Or choose --pp 1."
@@ -65,46 +68,74 @@ class Pipeline(Engine):
     places_model = False
 
     def __init__(self, inner: Engine) -> None:
-        """Go around `inner`, which runs the bare model of one data-parallel rank."""
+        """Go around `inner`, which answers for the ranks of one stage."""
         self.inner = inner
+
+    def inside(self, job: Job, rank: int | None = None) -> tuple[Job, int]:
+        """Return the job that the inner engine answers for, and a rank of it: one stage, with the parameters that a rank holds."""
+        spec = job.spec if rank is None or job.spec is None else local_job(job, rank).spec
+        one = dataclasses.replace(job.parallelism, pp=1)
+        strategy = dataclasses.replace(job.strategy, pp=1, pp_schedule="1f1b", pp_stages_per_rank=None)
+        return dataclasses.replace(job, strategy=strategy, parallelism=one, spec=spec, engine=self.inner), (
+            rank or 0
+        ) % one.ranks
 
     # Configuration ----------------------------------------------------------------------------------------------------
 
     def settings(self, job: Job) -> dict[str, Any]:
-        """Return the inner engine's for one data-parallel rank, the schedule, and the layers (first, end) of each stage."""
+        """Return the inner engine's for one stage, the schedule, and the layers (first, end) of each stage."""
         refuse(job)
         each = stages_per_rank(job)
         stages = split(job.spec, each * job.parallelism.pp) if job.spec is not None else []
+        if job.spec is not None:
+            check_adapted(job, anatomy_of(job.spec), stages)
         about = {"schedule": job.strategy.pp_schedule, "stages_per_rank": each, "stages": stages}
-        return {**self.inner.settings(job), "pp": job.parallelism.pp, **about}
+        about["splits_backward"] = job.strategy.pp_schedule == "zero_bubble"
+        inner = self.inner.settings(self.inside(job)[0])
+        if sharded(job):
+            inner |= {"autocast": "no", "reshard_after_forward": False}
+        return {**inner, "pp": job.parallelism.pp, **about}
 
     def accelerator_kwargs(self, job: Job, timeout: timedelta | None = None) -> dict[str, Any]:
-        """Return the inner engine's."""
-        return self.inner.accelerator_kwargs(job, timeout)
+        """Return those of bare ranks: the stages are sharded while the model is loaded, and their schedules average gradients."""
+        return {
+            "cpu": job.device.kind == "cpu",
+            "mixed_precision": job.settings["autocast"],
+            "kwargs_handlers": handlers(timeout),
+        }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
-        """Return the inner engine's file for several processes: Accelerate knows no stages."""
-        return self.inner.to_yaml(strategy, ranks, nodes)
+        """Return a file for several processes: Accelerate knows no stages."""
+        return super().to_yaml(strategy, ranks, nodes) | {"distributed_type": "MULTI_GPU"}
 
     def from_env(self, environ: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the fields of DDP's launch environment, which does not tell stages from replicas."""
-        fields = self.inner.from_env(environ)
-        return None if fields is None else {**fields, "sharding": "none"}
+        """Return the precision, which is all that this launch environment tells; None for another one."""
+        others = any(environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
+        return None if others or "ACCELERATE_MIXED_PRECISION" not in environ else read_precision(environ)
 
     # Forecast ---------------------------------------------------------------------------------------------------------
 
+    def reduce_dtype(self, job: Job) -> str:
+        """Return the inner engine's."""
+        return self.inner.reduce_dtype(self.inside(job)[0])
+
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
-        """Return the states of the parameters that a rank holds."""
-        return self.inner.expected_state(local_job(job, rank), rank)
+        """Return the states of the parameters that a rank holds between steps."""
+        return self.inner.expected_state(*self.inside(job, rank))
 
     def autocast_dtype(self, job: Job) -> str | None:
         """Return the inner engine's."""
-        return self.inner.autocast_dtype(job)
+        return self.inner.autocast_dtype(self.inside(job)[0])
 
     def compute_note(self, job: Job) -> str:
-        """Add the schedule and the share of a step that a rank waits."""
+        """Add the schedule, the share of a step that a rank waits, and what is whole within a step."""
         about = f"{job.parallelism.pp} stages by {job.strategy.pp_schedule}, idle share {idle_share(job):.0%} with equal stages"
-        return f"{self.inner.compute_note(job)}; {about}"
+        whole = (
+            "; a stage's parameters and gradients are whole within a step, and sharded between steps"
+            if sharded(job)
+            else ""
+        )
+        return f"{self.inner.compute_note(self.inside(job)[0])}; {about}{whole}"
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that a rank keeps its stages."""
@@ -112,27 +143,41 @@ class Pipeline(Engine):
 
     # A worker ---------------------------------------------------------------------------------------------------------
 
+    def streams(self, job: Job) -> bool:
+        """Return false: each rank reads the whole model."""
+        return False
+
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read the model and keep this rank's layers; `reader` is a `loading.Reader`."""
-        accelerator = reader.accelerator
-        names = held(job, accelerator.process_index)
-        model = reader.read(keep=lambda model: drop(model, names))
+        """Read the model and keep this rank's layers, and of them its tensor-parallel part; `reader` is a `loading.Reader`."""
+        rank, mesh = reader.accelerator.process_index, make_mesh(job)
+
+        def keep(model: Any) -> None:
+            drop(model, held(job, rank))
+            if job.parallelism.tp > 1:
+                tie(job, model, rank, apart=True)
+                self.inner.split(model, mesh["tp"])  # type: ignore[attr-defined]
+                tie(job, model, rank)
+
+        model = reader.read(keep=keep)
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                tensor.data = tensor.data.to(accelerator.device)
+            if not tensor.is_meta and tensor.device.type != reader.accelerator.device.type:
+                tensor.data = tensor.data.to(reader.accelerator.device)
+        vars(model)[MESH] = mesh
         return model
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
-        """Refuse a model that `toolkit.load` has not cut.
+        """Shard the stages between steps, if asked. Refuse a model that `toolkit.load` has not cut.
 
         Raises:
             StrategyError: for a whole model.
         """
-        if job.spec is None or not any(parameter.is_meta for parameter in model.parameters()):
+        if job.spec is None or not hasattr(bare(model), MESH):
             raise StrategyError(
                 f"prepare got a {type(model).__name__} that is not cut into the stages of pp {job.parallelism.pp}. Make the "
                 "Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
             )
+        if sharded(job):
+            shard_stages(job, model)
 
     def after_prepare(self, prepared: Prepared) -> None:
         """Cut the stages. The whole model's own forward is no longer of use. A collective."""
@@ -140,15 +185,16 @@ class Pipeline(Engine):
         prepared.model.forward = _refuse_call
 
     def check(self, prepared: Prepared) -> list[str]:
-        """Check that exactly the parameters of this rank's stages have memory."""
-        job = prepared.job
-        wrong = self.inner.check(prepared)
+        """Check that exactly the parameters of this rank's stages have memory, each over the ranks that share it."""
+        job, rank = prepared.job, prepared.accelerator.process_index
         if job.spec is None:
-            return wrong
-        module, names = prepared.accelerator.unwrap_model(prepared.model), held(job, prepared.accelerator.process_index)
-        for name, parameter in module.named_parameters():
-            if parameter.is_meta == (name in names):
+            return []
+        wrong, names = [], held(job, rank)
+        for name, parameter in prepared.accelerator.unwrap_model(prepared.model).named_parameters():
+            if parameter.is_meta == (name_in_spec(name) in names):
                 wrong.append(f"{name} is {'missing on' if parameter.is_meta else 'not of'} this rank's stages")
+            elif sharded(job) and not parameter.is_meta and not hasattr(parameter, "device_mesh"):
+                wrong.append(f"{name} is not sharded between steps")
         return wrong[:3]
 
     def forward_backward(
@@ -165,34 +211,37 @@ class Pipeline(Engine):
 
     def evaluate(self, prepared: Prepared, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the loss sum of each batch on every rank; one batch passes through the stages at a time."""
-        chunked, training = prepared.job.strategy.loss == "chunked", prepared.model.training
-        given = (with_trained(batch) if chunked else batch for batch in batches)
-        return [_runtime(prepared).forward(batch, training=training) for batch in given]
+        runtime, training = _runtime(prepared), prepared.model.training
+        sums = [runtime.forward(batch, training=training) for batch in batches]
+        runtime.reshard()
+        return sums
 
     def logits(self, prepared: Prepared, batch: Batch) -> torch.Tensor:
         """Return the last stage's logits on every rank."""
-        return _runtime(prepared).forward(batch, training=prepared.model.training, logits=True)
+        runtime = _runtime(prepared)
+        logits = runtime.forward(batch, training=prepared.model.training, logits=True)
+        runtime.reshard()
+        return logits
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip by the norm over all stages. A weight that two of them hold counts once."""
-        import torch
         import torch.distributed as dist
 
-        twice = {id(each) for runtime in RUNTIMES if runtime.rank for each in runtime.tied}
-        gradients = [parameter.grad for parameter in parameters if id(parameter) not in twice]
-        norm = torch.nn.utils.get_total_norm([each for each in gradients if each is not None])
-        squares = norm.double().to(next(iter(parameters)).device) ** 2
-        dist.all_reduce(squares)
+        runtime = next(each for each in RUNTIMES if any(own is parameters[0] for own in each.trained))
+        twice = {id(each) for each in runtime.tied if runtime.place}
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        once = [each.grad for each in parameters if each.grad is not None and id(each) not in twice]
+        squares = total_norm(once).double().to(gradients[0].device) ** 2
+        dist.all_reduce(squares, group=runtime.group)
         total = squares.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total.float())
+        scale_gradients(gradients, total, limit)
         return total
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
         """Yield this rank's parameters, moments and those buffers that its stages use."""
         job = prepared.job
         assert job.spec is not None
-        parts = anatomy_of(job.spec)
-        mine = {place for name in held(job, prepared.accelerator.process_index) for place in parts.places(name)}
+        parts, mine = anatomy_of(job.spec), places_of(job, prepared.accelerator.process_index)
         for shard in super().shards(prepared, create):
             places = set(parts.places(shard.name)) if shard.kind == BUFFER else set()
             if not places or places & mine:

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,16 @@ class Anatomy:
     """Those that run after them: the last norm and the head."""
 
     def places(self, parameter: str) -> list[int]:
-        """Return the layer of a parameter; -1 for one before all layers, `count` for one after them."""
-        module = parameter.rpartition(".")[0]
+        """Return the layer of a parameter or buffer; -1 for one before all layers, `count` for one after them."""
+        module = name_in_spec(parameter).rpartition(".")[0]
         if module.startswith(f"{self.layers}."):
             return [int(module.removeprefix(f"{self.layers}.").partition(".")[0])]
         return [-1] * (module in self.before) + [self.count] * (module in self.after)
+
+
+def name_in_spec(name: str) -> str:
+    """Return the name in the bare model: of a parameter that an adapter has moved, and of the one that an adapter's belongs to."""
+    return re.sub(r"\.(base_layer|lora_\w+\.default)(?=\.)", "", name.removeprefix("base_model.model."))
 
 
 def anatomy_of(spec: ModelSpec) -> Anatomy:
@@ -196,15 +202,22 @@ def _balance(costs: Sequence[int], tail: int, stages: int) -> list[tuple[int, in
     return result
 
 
-def held(job: Job, rank: int) -> frozenset[str]:
-    """Return the canonical names of the parameters that a rank holds; a tied one may be on two ranks."""
+def places_of(job: Job, rank: int) -> set[int]:
+    """Return the layers of a rank's stages, with -1 on the first stage and the number of layers on the last: `Anatomy.places`."""
     assert job.spec is not None
-    stages, parts, pp = job.settings["stages"], anatomy_of(job.spec), job.parallelism.pp
+    stages, pp = job.settings["stages"], job.parallelism.pp
     mine: set[int] = set()
     for number, (first, end) in enumerate(stages):
         if number % pp == job.coordinates(rank).pp:
             mine.update(range(first, end))
-            mine.update([-1] * (number == 0) + [parts.count] * (number == len(stages) - 1))
+            mine.update([-1] * (number == 0) + [end] * (number == len(stages) - 1))
+    return mine
+
+
+def held(job: Job, rank: int) -> frozenset[str]:
+    """Return the canonical names of the parameters that a rank holds; a tied one may be on two ranks."""
+    assert job.spec is not None
+    parts, mine = anatomy_of(job.spec), places_of(job, rank)
     groups = {name: group for group in job.spec.tied for name in group}
     return frozenset(
         parameter.name
@@ -217,7 +230,7 @@ def local_job(job: Job, rank: int) -> Job:
     """Return the job with the parameters that a rank holds."""
     assert job.spec is not None
     cache: dict[Any, ModelSpec] = vars(job.spec).setdefault("_stage_specs", {})
-    key = job.parallelism.pp, tuple(job.settings["stages"]), rank
+    key = job.parallelism.pp, tuple(job.settings["stages"]), job.coordinates(rank).pp
     if key not in cache:
         names = held(job, rank)
         parameters = tuple(parameter for parameter in job.spec.parameters if parameter.name in names)

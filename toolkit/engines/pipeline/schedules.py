@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from toolkit.config.strategy import PP_SCHEDULES
 from toolkit.core.errors import StrategyError
 from toolkit.engines.job import Job
+from toolkit.engines.pipeline.anatomy import Anatomy
+from toolkit.engines.states import adapted
 
-TORCH = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-"""Class of `torch.distributed.pipelining`."""
+SEVERAL = ("interleaved", "looped_bfs", "zero_bubble")
+"""Schedules of several stages on each rank."""
 
-SUPPORTED: dict[str, tuple[str, ...]] = {
-    "sharding": ("none",),
-    "adapter": ("none",),
-    "offload": ("none",),
-    "precision": ("bf16", "fp32", "bf16_pure"),
+DATA_PARALLEL = ("none", "ddp", "fsdp", "hsdp")
+"""Shardings that run with a pipeline."""
+
+NOT_SHARDED: dict[str, str] = {
+    "fsdp_grad_op": "within a step a pipeline keeps a stage's parameters whole in any case, as --sharding fsdp does with it",
+    "zero1": "DeepSpeed's engine runs the backward itself, and torch's schedules do; --sharding fsdp shards the same between steps",
+    "zero2": "it would reduce the gradients of every micro-batch, not once a step",
+    "zero3": "it would gather every parameter again for each micro-batch, forward and backward",
 }
-"""The values of `Strategy` that run with a pipeline."""
+"""Why others do not."""
+
+SUPPORTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "adapter": (("none", "lora", "dora"), "packed weights are no parts of a stage yet"),
+    "offload": (("none",), "a stage's states would have to come back between two micro-batches"),
+    "precision": (("bf16", "fp32", "bf16_pure"), "the stages would have to agree on a loss scale"),
+}
+"""The values of other fields that run, and why the others do not."""
 
 
 def stages_per_rank(job: Job) -> int:
-    """Return the stages that each rank holds: 2 with `interleaved`, otherwise 1, where the number is open."""
-    given = job.strategy.pp_stages_per_rank
-    return given or (2 if job.strategy.pp_schedule == "interleaved" else 1)
+    """Return the stages that each rank holds: where the number is open 2 with schedules of several, otherwise 1."""
+    return job.strategy.pp_stages_per_rank or (2 if job.strategy.pp_schedule in SEVERAL else 1)
 
 
 def refuse(job: Job) -> None:
@@ -32,27 +45,52 @@ def refuse(job: Job) -> None:
         StrategyError: naming the value, what is expected, and a fix.
     """
     strategy, pp = job.strategy, job.parallelism.pp
-    for name, choices in SUPPORTED.items():
+    if why := NOT_SHARDED.get(strategy.sharding):
+        raise StrategyError(
+            f"sharding {strategy.sharding!r} does not run with pp {pp}: {why}. Choose sharding {' or '.join(DATA_PARALLEL)}, or "
+            "--pp 1."
+        )
+    for name, (choices, why) in SUPPORTED.items():
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
-                f"{name} {value!r} does not run with pp {pp} yet. Choose {name} {' or '.join(choices)}, or --pp 1."
+                f"{name} {value!r} does not run with pp {pp}: {why}. Choose {name} {' or '.join(choices)}, or --pp 1."
             )
-    for name in ("tp", "cp", "ep"):
+    for name in ("cp", "ep"):
         if getattr(strategy, name) > 1:
             raise StrategyError(f"--{name} does not run with pp {pp} yet. Leave it out, or choose --pp 1.")
     if strategy.compile:
         raise StrategyError(f"--compile does not run with pp {pp} yet. Leave it out, or choose --pp 1.")
-    each = stages_per_rank(job)
-    if strategy.pp_schedule == "interleaved" and each < 2:
+    if strategy.sharding != "none" and job.parallelism.dp_size < 2:
         raise StrategyError(
-            f"pp_stages_per_rank {each}: schedule 'interleaved' needs at least 2. Choose --pp-stages-per-rank 2, or --pp-schedule "
-            "1f1b."
+            f"{strategy.label} needs at least {2 * job.ranks} ranks, two for each part of the model; got {job.ranks}. Choose "
+            f"{2 * job.ranks} processes, or sharding 'none'."
         )
-    if strategy.pp_schedule != "interleaved" and each > 1:
+    _refuse_schedule(job)
+    if job.spec is not None and job.spec.config.get("output_router_logits"):
+        raise StrategyError(
+            f"{job.spec.architecture} adds a loss of its routers, and each stage has some of them. Set output_router_logits to "
+            "false in config.json, or choose --pp 1."
+        )
+
+
+def _refuse_schedule(job: Job) -> None:
+    """Refuse numbers of stages and of micro-batches that torch's class would."""
+    strategy, pp, each = job.strategy, job.parallelism.pp, stages_per_rank(job)
+    if strategy.pp_schedule in SEVERAL and each < 2:
+        raise StrategyError(
+            f"pp_stages_per_rank {each}: schedule {strategy.pp_schedule!r} needs at least 2. Choose --pp-stages-per-rank 2, or "
+            "--pp-schedule 1f1b."
+        )
+    if strategy.pp_schedule not in SEVERAL and each > 1:
         raise StrategyError(
             f"pp_stages_per_rank {each}: schedule {strategy.pp_schedule!r} runs one stage on each rank. Choose --pp-schedule "
             "interleaved, or --pp-stages-per-rank 1."
+        )
+    if strategy.pp_schedule == "zero_bubble" and strategy.loss == "chunked":
+        raise StrategyError(
+            "loss 'chunked' computes the gradients of hidden states and of the head together, and pp_schedule 'zero_bubble' one "
+            "after the other. Choose --loss whole, or --pp-schedule interleaved."
         )
     accumulation, nearest = job.train_config.accumulation, nearest_accumulation(job)
     if nearest != accumulation:
@@ -62,21 +100,34 @@ def refuse(job: Job) -> None:
             f"accumulation {accumulation}: schedule {strategy.pp_schedule!r} needs {rule} micro-batches a step, which are its "
             f"accumulation. Choose --accumulation {nearest}{other}."
         )
-    if job.spec is not None and job.spec.config.get("output_router_logits"):
-        raise StrategyError(
-            f"{job.spec.architecture} adds a loss of its routers, and each stage has some of them. Set output_router_logits to "
-            "false in config.json, or choose --pp 1."
-        )
+
+
+def check_adapted(job: Job, parts: Anatomy, stages: Sequence[tuple[int, int]]) -> None:
+    """Refuse an adapter that trains nothing on a stage: there is no backward there.
+
+    Raises:
+        StrategyError: with the stage's layers.
+    """
+    strategy = job.strategy
+    if strategy.adapter == "none" or job.spec is None:
+        return
+    trained = {place for name in adapted(job.spec, strategy.lora_targets) for place in parts.places(f"{name}.weight")}
+    for first, end in stages:
+        if not trained.intersection(range(first, end)):
+            raise StrategyError(
+                f"lora_targets {strategy.lora_targets!r} adapts nothing in layers {first} to {end - 1}, which are a stage of pp "
+                f"{strategy.pp}. Choose lora_targets 'all-linear', or a smaller --pp."
+            )
 
 
 def nearest_accumulation(job: Job) -> int:
     """Return the number of micro-batches nearest to the job's that its schedule takes; of two the larger.
 
     1F1B needs one for each rank. Interleaved schedules run in equally long rounds of at least `pp` micro-batches each
-    (`ScheduleInterleaved1F1B`).
+    (`ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`).
     """
     pp, wanted, schedule = job.parallelism.pp, job.train_config.accumulation, job.strategy.pp_schedule
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "looped_bfs"):
         return wanted
     if schedule == "1f1b":
         return max(wanted, pp)
@@ -94,4 +145,4 @@ def schedule_class(job: Job) -> Any:
     """Return torch's class."""
     import torch.distributed.pipelining as pipelining
 
-    return getattr(pipelining, TORCH[job.strategy.pp_schedule])
+    return getattr(pipelining, f"Schedule{PP_SCHEDULES[job.strategy.pp_schedule]}")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
+from toolkit.core.errors import StrategyError
 from toolkit.core.phases import phase
+from toolkit.engines.job import Job
 from toolkit.engines.losses import loss_kind, loss_sum, with_trained
 from toolkit.engines.optimizer_step import to_device
 from toolkit.engines.pipeline.anatomy import Anatomy
+from toolkit.engines.pipeline.sharding import MESH, as_root, bare, sharded
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import masks_known_from
 from toolkit.models.hf_loading import set_tensor
@@ -20,6 +23,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     Batch = Mapping[str, torch.Tensor]
+
+
+def hidden_dtype(job: Job) -> torch.dtype:
+    """Return the dtype of the hidden states between layers: that of the weights, as a forward has them."""
+    import torch
+
+    whole = job.strategy.adapter == "none" and not sharded(job)
+    return cast("torch.dtype", getattr(torch, job.weight_dtype if whole else job.compute_dtype))
 
 
 class Relay:
@@ -79,8 +90,15 @@ class Stage:
         self._job, self._relay = prepared.job, Relay()
         self._accelerator = prepared.accelerator
         self._kind = loss_kind(prepared.job, prepared.model)
-        self.model = self._cut(prepared.accelerator.unwrap_model(prepared.model), parts, *stages[number])
+        self._dtype = hidden_dtype(prepared.job)
+        whole = bare(prepared.accelerator.unwrap_model(prepared.model))
+        self.model = self._cut(whole, parts, *stages[number])
         self.module = calling(self.forward, model=self.model)
+        if sharded(prepared.job):
+            as_root(self.module, getattr(whole, MESH))
+        # Before hooks of FSDP's, which copy tensors to the device: reading the number there would wait for it.
+        self.module.register_forward_pre_hook(self._note_number, prepend=True, with_kwargs=True)
+        self._number = 0
         self.batches: list[Batch] = []
         """A step's micro-batches on the host, with shifted labels."""
         self.sums: list[torch.Tensor] = []
@@ -100,45 +118,47 @@ class Stage:
             replaced[name] = calling(adding_nothing) if isinstance(module, nn.Embedding) else passing(module, Relay())
         return _copied(model, "", replaced)
 
-    def forward(self, given: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def _note_number(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._number = int(kwargs["number"])
+
+    def forward(self, given: torch.Tensor, number: torch.Tensor, *, logits: bool = False) -> torch.Tensor:
         """Compute one micro-batch: the loss sum on the last stage, else the hidden states [b, s, hidden].
 
         Args:
             given: hidden states; on the first stage anything.
             number: of the micro-batch, one element.
+            logits: return logits [b, s, vocabulary] on the last stage.
         """
-        batch = self.batches[int(number)]
-        if self._job.strategy.loss == "chunked" and self.is_last:
-            batch = with_trained(batch)
-        with phase("forward"):
-            result = self.compute(batch, None if self.is_first else given)
-        if self.is_last:
-            self.sums.append(result.detach())
-        return result
-
-    def compute(self, batch: Batch, hidden: torch.Tensor | None, *, logits: bool = False) -> torch.Tensor:
-        """Return hidden states, or on the last stage the loss sum; with `logits` the logits [b, s, vocabulary]."""
         import torch
 
-        relay, device = self._relay, self._accelerator.device
-        with masks_known_from(batch), self._autocast():
-            inputs = to_device(batch, device)
-            if hidden is not None:
-                inputs |= {"inputs_embeds": hidden}
+        batch, relay = self.batches[self._number], self._relay
+        if self._job.strategy.loss == "chunked" and self.is_last and not logits:
+            batch = with_trained(batch)
+        marked = phase("forward") if torch.is_grad_enabled() else nullcontext()
+        with marked, masks_known_from(batch), self._autocast():
+            inputs = to_device(batch, self._accelerator.device)
+            if not self.is_first:
+                inputs |= {"inputs_embeds": given}
                 del inputs["input_ids"]
-            relay.entering, relay.leaving = hidden, None
+            relay.entering, relay.leaving = None if self.is_first else given, None
             try:
                 if self.is_last and not logits:
-                    return loss_sum(self.model, inputs, self._kind)
+                    loss = loss_sum(self.model, inputs, self._kind)
+                    self.sums.append(loss.detach())
+                    return loss
                 inputs = {name: each for name, each in inputs.items() if name not in ("labels", "trained")}
                 if self.is_last:
                     return cast("torch.Tensor", self.model(**inputs, use_cache=False).logits)
                 self.model.base_model(**inputs, use_cache=False)
                 leaving = cast("torch.Tensor", relay.leaving)
-                # Stages exchange one dtype, which holds any other's values.
-                return leaving.to(getattr(torch, self._job.weight_dtype))
             finally:
                 relay.entering = relay.leaving = None
+        if torch.promote_types(leaving.dtype, self._dtype) != self._dtype:
+            raise StrategyError(
+                f"layers of {type(self.model).__name__} pass {leaving.dtype} on, and the stages exchange {self._dtype}, as its "
+                "weights. Choose --precision fp32, or --pp 1."
+            )
+        return leaving.to(self._dtype)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return cast("AbstractContextManager[Any]", self._accelerator.autocast())
