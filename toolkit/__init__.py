@@ -30,6 +30,7 @@ from toolkit.training.certificates import guard
 from toolkit.training.loading import load
 from toolkit.training.loop import train
 from toolkit.training.metrics import evaluate, should_stop
+from toolkit.training.own_step import forward_backward
 from toolkit.training.plain_accelerate import AuditCallback, audit
 from toolkit.training.preparation import prepare, prepared
 from toolkit.training.rehearsal import rehearse
@@ -59,6 +60,7 @@ __all__ = [
     "explore",
     "export",
     "forecast",
+    "forward_backward",
     "generate",
     "guard",
     "hardware",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,41 @@ def loader(
             yield {name: column.reshape(shape)[micro, dp_rank].contiguous() for name, column in columns.items()}
 
 
+def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]:
+    """A user's own loop over a prepared loader, with the one call that every engine has; and what a pipeline refuses there."""
+    from torch.utils.data import DataLoader
+
+    from toolkit import ToolkitError, forward_backward
+
+    accelerator, config, taken = ours.accelerator, ours.job.train_config, []
+    rows = [
+        {name: column[row] for name, column in columns.items()}
+        for columns in loader(vocab, 0, steps, 0, 1, accumulation=1)
+        for row in range(ROWS)
+    ]
+    batches = iter(accelerator.prepare(DataLoader(rows, batch_size=config.micro_batch)))
+    while micro_batches := list(itertools.islice(batches, config.accumulation)):
+        loss = forward_backward(accelerator, ours.model, micro_batches)
+        norm = accelerator.clip_grad_norm_(ours.model.parameters(), config.max_grad_norm)
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+        schedule.scheduler.step()
+        taken.append([float(loss), float(norm)])
+    refused = []
+    calls = [
+        lambda: accelerator.backward(loss),
+        lambda: accelerator.save_state("."),
+        lambda: accelerator.prepare(ours.model),
+    ]
+    for call in calls if ours.job.parallelism.pp > 1 else ():
+        try:
+            call()
+        except ToolkitError as error:
+            refused.append(str(error))
+    accelerator.wait_for_everyone()
+    return {"steps": taken, "refused": refused}
+
+
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
     from toolkit.config.strategy import Strategy
@@ -74,6 +110,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     start, saver = ranks.restored(cell, ours, schedule)
     dp_rank, steps = ours.job.coordinates(rank).dp_rank, []
     loads: list[Any] = []
+    if cell.get("own"):
+        return own_loop(ours, schedule, spec.vocab, cell["upto"])
     batches = loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are, accumulation)
     for step in train(ours, batches, schedule, start=start):
         steps.append([step.loss, step.grad_norm, step.tokens])

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import tiny
+from programs import gone, left_of, python, start, until
 from transformers import AutoModelForCausalLM
+
+from toolkit.core.atomic_io import read_events
 
 pytestmark = pytest.mark.dist
 
@@ -38,6 +41,16 @@ CELLS: dict[str, tuple[int, str, str, dict[str, Any], dict[str, str]]] = {
     ),
 }
 """Ranks, the reference, the model, the strategy besides --pp 2, and folders of checkpoints of each cell."""
+
+OWN: dict[str, tuple[int, dict[str, Any]]] = {
+    "own, alone": (1, {"pp": 1}),
+    "own, ddp": (2, {"pp": 1, **DDP}),
+    "own, zero2": (2, {"pp": 1, "sharding": "zero2"}),
+    "own, fsdp": (2, {"pp": 1, **FSDP}),
+    "own, pp": (2, INTERLEAVED),
+    "own, pp and fsdp": (4, FSDP),
+}
+"""Ranks and strategies of a user's own loop."""
 
 ALONE = {
     "tied": ("qwen3", {}),
@@ -72,12 +85,19 @@ def gave(root: Path) -> Gave:
             cell(name, model, {"pp": 2, **words}, saves, **folders)
             for name, (ranks, _, model, words, folders) in CELLS.items()
             if ranks == count
+        ] + own(count)
+
+    def own(count: int) -> list[dict[str, Any]]:
+        return [
+            cell(name, "qwen3", {"pp": 2, **words}) | {"own": True}
+            for name, (ranks, words) in OWN.items()
+            if ranks == count
         ]
 
     one = [cell(name, *rest, **({"into": "one"} if name == "tied" else {})) for name, rest in ALONE.items()]
     # The last step of eight ranks, evaluated and exported by one process.
     last = cell("after eight", "qwen3", {}, **{"from": "eight/step-00000004"})
-    groups = [(1, one), (2, cells(2)), (4, cells(4)), (8, cells(8)), (1, [last])]
+    groups = [(1, [*one, *own(1)]), (2, cells(2)), (4, cells(4)), (8, cells(8)), (1, [last])]
     return tiny.run_meshes(groups, root / "llama", root / "scratch")
 
 
@@ -92,6 +112,20 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, name: str) -> Non
     assert result["exact"] or "adapter" in words
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_a_loop_of_ones_own_computes_the_same_on_every_engine(gave: Gave, name: str) -> None:
+    for ours, theirs in zip(gave[OWN[name][0], name]["steps"], gave[1, "tied"]["steps"], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
+
+
+def test_what_a_loop_of_ones_own_cannot_do_is_refused_in_a_sentence(gave: Gave) -> None:
+    backward, save_state, prepare = gave[2, "own, pp"]["refused"]
+    assert "tk.forward_backward(accelerator, model, batches)" in backward
+    assert "tk.save" in save_state
+    assert "without its optimizer" in prepare
+
+
 def test_a_checkpoint_of_three_dimensions_is_whole(gave: Gave) -> None:
     assert gave[1, "after eight"]["evaluated"] == pytest.approx(gave[1, "tied"]["evaluated"], rel=1e-5)
 
@@ -104,3 +138,27 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> N
         _, info = AutoModelForCausalLM.from_pretrained(root / folders["export"], output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
+
+
+def test_a_stage_that_is_killed_ends_all_ranks_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+    """Steps after the last checkpoint are computed again, with the same numbers."""
+    run, numbers = tmp_path / "run", ("step", "loss", "grad_norm", "lr", "tokens")
+    options = ("--pp", 2, "--steps", 16, "--save-every", 2, "--seq-len", 64, "--no-guard", "--timeout", 60)
+    process = start("-m", "toolkit", "train", *options, "--run-dir", run, cwd=tmp_path)
+
+    def steps() -> list[list[float]]:
+        events = read_events(run / "events.jsonl") if (run / "events.jsonl").exists() else []
+        return [[event[name] for name in numbers] for event in events if "grad_norm" in event]
+
+    until(lambda: len(steps()) >= 3 and (run / "checkpoints/step-00000002/manifest.json").exists(), alive=process)
+    ranks = {each.environ().get("RANK"): each for each in left_of(run)}
+    ranks["1"].kill()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in said
+    gone(list(ranks.values()))
+    before = steps()
+    python("-m", "toolkit", "resume", run, code=0, cwd=tmp_path)
+    after = steps()
+    assert [step for step, *_ in after] == list(range(1, 17))
+    assert after[: len(before)] == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +15,7 @@ from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.base import engine_environment
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
+from toolkit.engines.upstream import patched
 from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
 from toolkit.training.given_weights import GivenWeights
@@ -97,13 +98,25 @@ class AuditedPrepare(OwnLoop):
                 "a DataLoader with batch_size=None gives rows, and Accelerate divides batches among the ranks. Give batch_size=1, "
                 "with a collate_fn that returns the row."
             )
-        loader = super().prepare_data_loader(data_loader, *args, **options)
+        with self._rows_by_data_rank():
+            loader = super().prepare_data_loader(data_loader, *args, **options)
         if name := epoch_order.follow(loader):
             self.print(
                 f"prepare: {name} has no torch.Generator as `generator`, and no `set_epoch`. An epoch that is resumed in its "
                 "middle sees the same rows only where their order is drawn before its first row."
             )
         return loader
+
+    def _rows_by_data_rank(self) -> AbstractContextManager[None]:
+        """Return a context in which Accelerate divides rows over data-parallel ranks: others that share one read the same."""
+        import accelerate
+
+        sizes, upstream = self.job.parallelism, accelerate.accelerator.prepare_data_loader
+        if sizes.dp_size == self.num_processes:
+            return nullcontext()
+        place = self.job.coordinates(self.process_index).dp_rank
+        rows = {"num_processes": sizes.dp_size, "process_index": place, "dispatch_batches": False}
+        return patched(accelerate.accelerator, prepare_data_loader=lambda *a, **options: upstream(*a, **options | rows))
 
     def end_training(self) -> None:
         """End as Accelerate does. Afterwards this process can make another Accelerator."""

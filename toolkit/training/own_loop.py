@@ -102,6 +102,12 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         self._unscaled = False
         super().backward(loss, **options)
 
+    def run_backwards(self, run: Callable[[], object], optimizer: Any) -> None:
+        """Run all backwards of a step (`forward_backward`). Gradients of another call before `optimizer.step()` are added."""
+        self._norms.clear()
+        self._unscaled = False
+        run()
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale once a step; `step` unscales what the loop has not."""
         if self.sync_gradients and not self._unscaled:

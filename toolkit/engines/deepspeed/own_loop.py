@@ -104,6 +104,18 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         Raises:
             StrategyError: for a second call before `optimizer.step()` where the first one took a step, and for written weights.
         """
+        self._stepping(lambda: super(ZeroLoop, self).backward(loss, **options))
+
+    def run_backwards(self, run: Callable[[], object], optimizer: Any) -> None:
+        """Run all backwards of a step, and let DeepSpeed take it."""
+
+        def run_and_step() -> None:
+            super(ZeroLoop, self).run_backwards(run, optimizer)
+            self.model_of(optimizer).step()
+
+        self._stepping(run_and_step)
+
+    def _stepping(self, run: Callable[[], object]) -> None:
         if self._took_step and self.sync_gradients:
             raise StrategyError(
                 "accelerator.backward was called twice before optimizer.step(), and DeepSpeed took a step in the first call. "
@@ -111,7 +123,7 @@ class ZeroLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
             )
         self._check_written()
         taken_class().stepped = False
-        super().backward(loss, **options)
+        run()
         norm = self.clip(self._optimizers[0])
         # A step that DeepSpeed skipped for its norm is no step, and the loop may leave `step` out.
         finite = norm is None or math.isfinite(norm)

@@ -33,28 +33,37 @@ if TYPE_CHECKING:
 RUNTIME = "_toolkit_stages"
 """The attribute of a prepared model with its stages: they end with it."""
 
-OWN_LOOP = (
-    "a pipeline runs forward and backward of all micro-batches of a step together, and a loop of your own calls them one by one. "
-    "Train by `toolkit train`, or choose --pp 1."
-)
-
 
 class PipelineLoop:
-    """What a user's own loop calls, refused."""
+    """What a user's own loop calls otherwise, refused with what to call."""
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Refuse a loop of the user's own.
+    def backward(self, loss: torch.Tensor, **options: Any) -> NoReturn:
+        """Refuse a backward of one micro-batch.
 
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(f"accelerator.backward: {OWN_LOOP}")
+        raise StrategyError(
+            "accelerator.backward: a pipeline runs forward and backward of all micro-batches of a step together. Write "
+            "loss = tk.forward_backward(accelerator, model, batches) in the place of both, which works on every engine."
+        )
+
+    def save_state(self, *args: Any, **options: Any) -> NoReturn:
+        """Refuse Accelerate's files, which would hold one rank's layers.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            "accelerator.save_state: Accelerate would save the layers of rank 0 alone. Write the model with tk.save, or train by "
+            "`toolkit train`, which saves whole checkpoints."
+        )
 
 
 def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
     raise StrategyError(
-        "no rank of a pipeline holds the whole model, so neither a loop of your own nor `generate` can call it. Train by "
-        "`toolkit train`, generate from its export, or choose --pp 1."
+        "no rank of a pipeline holds the whole model, so neither a loop of your own nor `generate` can call it. Write "
+        "tk.forward_backward(accelerator, model, batches), generate from the export, or choose --pp 1."
     )
 
 
@@ -63,7 +72,7 @@ class Pipeline(Engine):
 
     own_loop = PipelineLoop
     no_forecast = "the stages of --pp have no forecast yet. `toolkit train` runs without one. Or choose --pp 1."
-    prepares_pair = False
+    needs_optimizer = True
     wraps_model = False
     places_model = False
 
@@ -227,7 +236,8 @@ class Pipeline(Engine):
         """Clip by the norm over all stages. A weight that two of them hold counts once."""
         import torch.distributed as dist
 
-        runtime = next(each for each in RUNTIMES if any(own is parameters[0] for own in each.trained))
+        ids = set(map(id, parameters))
+        runtime = next(each for each in RUNTIMES if any(id(own) in ids for own in each.trained))
         twice = {id(each) for each in runtime.tied if runtime.place}
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         once = [each.grad for each in parameters if each.grad is not None and id(each) not in twice]
