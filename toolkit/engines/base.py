@@ -192,6 +192,10 @@ class Engine(OptimizerStep):
         """Say how the forward gets its compute dtype."""
         return "on the weights as they are held"
 
+    def within_step(self, job: Job) -> str:
+        """Say what a rank holds within a step besides the states between steps; empty where nothing needs to be said."""
+        return ""
+
     def streams(self, job: Job) -> bool:
         """Return whether weights are read one at a time: those that are packed as they come."""
         return job.strategy.quantized and can_stream(job)

@@ -51,6 +51,8 @@ class Audit(Result):
     measured: StateMemory
     expected: StateMemory | None
     """None for a job without a spec, and for a model that trains other parameters."""
+    note: str = ""
+    """What a rank holds besides within a step."""
 
     def tables(self) -> list[Table]:
         def cell(state: StateMemory | None, part: str) -> str:
@@ -60,6 +62,7 @@ class Audit(Result):
         dtypes = self.measured.dtypes
         rows = [(part, cell(self.measured, part), cell(self.expected, part), dtypes.get(part, "–")) for part in STATES]
         notes = [f"{part} in {dtypes[part]}" for part in ("gradients", "reduce") if part in dtypes]
+        notes += [self.note] if self.note else []
         title = f"Held by this rank ({self.engine}, {count_ranks(self.ranks)})"
         columns = ("part", "bytes", "expected", "dtype")
         return [Table(title=title, columns=columns, rows=rows, notes=[", ".join(notes)] if notes else [])]
@@ -218,7 +221,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     known = job.spec is not None and not prepared.accelerator.unlike_spec
     expected = engine.expected_state(job, rank) if known else None
     name, ranks = type(prepared.model).__name__, prepared.accelerator.num_processes
-    result = Audit(engine=name, ranks=ranks, measured=state, expected=expected)
+    result = Audit(engine=name, ranks=ranks, measured=state, expected=expected, note=engine.within_step(job))
     wrong = engine.check(prepared)
     if gradients is not None and ranks > 1:
         wrong += differing_replicas(prepared)

@@ -139,12 +139,11 @@ class Pipeline(Engine):
     def compute_note(self, job: Job) -> str:
         """Add the schedule, the share of a step that a rank waits, and what is whole within a step."""
         about = f"{job.parallelism.pp} stages by {job.strategy.pp_schedule}, idle share {idle_share(job):.0%} with equal stages"
-        whole = (
-            "; a stage's parameters and gradients are whole within a step, and sharded between steps"
-            if sharded(job)
-            else ""
-        )
-        return f"{self.inner.compute_note(self.inside(job)[0])}; {about}{whole}"
+        return "; ".join(filter(None, (self.inner.compute_note(self.inside(job)[0]), about, self.within_step(job))))
+
+    def within_step(self, job: Job) -> str:
+        """Say that FSDP shards between steps alone."""
+        return "a stage's parameters and gradients are whole within a step (ZeRO-1)" if sharded(job) else ""
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that a rank keeps its stages."""

@@ -87,11 +87,15 @@ def _refuse_schedule(job: Job) -> None:
             f"pp_stages_per_rank {each}: schedule {strategy.pp_schedule!r} runs one stage on each rank. Choose --pp-schedule "
             "interleaved, or --pp-stages-per-rank 1."
         )
-    if strategy.pp_schedule == "zero_bubble" and strategy.loss == "chunked":
-        raise StrategyError(
-            "loss 'chunked' computes the gradients of hidden states and of the head together, and pp_schedule 'zero_bubble' one "
-            "after the other. Choose --loss whole, or --pp-schedule interleaved."
-        )
+    for name, value, other in (
+        ("loss", "chunked", "--loss whole"),
+        ("activation_offload", True, "--no-activation-offload"),
+    ):
+        if strategy.pp_schedule == "zero_bubble" and getattr(strategy, name) == value:
+            raise StrategyError(
+                f"{name} {value!r} has one backward, and pp_schedule 'zero_bubble' has two: of hidden states, then of weights. "
+                f"Choose {other}, or --pp-schedule interleaved."
+            )
     accumulation, nearest = job.train_config.accumulation, nearest_accumulation(job)
     if nearest != accumulation:
         other = "" if strategy.pp_schedule == "gpipe" else ", or --pp-schedule gpipe, which takes any number"
