@@ -113,6 +113,10 @@ class Pipeline(Engine):
             "kwargs_handlers": handlers(timeout),
         }
 
+    def environment(self, job: Job) -> dict[str, str | None]:
+        """Return no launcher's FSDP: Accelerate would make a plugin of its own."""
+        return {"ACCELERATE_USE_FSDP": None}
+
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """Return a file for several processes: Accelerate knows no stages."""
         return super().to_yaml(strategy, ranks, nodes) | {"distributed_type": "MULTI_GPU"}
