@@ -63,7 +63,7 @@ def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: P
         ({"sharding": "none"}, 1, 0, "one rank has no others"),
         ({"sharding": "zero3"}, 8, 0, "DeepSpeed needs the other ranks. Choose fsdp"),
         ({"sharding": "ddp"}, 8, 0, "DDP waits for the sums"),
-        ({"pp": 2}, 2, 0, "Leave out --pp"),
+        ({"pp": 2, "pp_schedule": "gpipe"}, 2, 0, "Leave out --pp"),
         ({"sharding": "fsdp", "adapter": "qlora"}, 8, 0, "packs real weights. Choose --adapter lora"),
     ],
 )

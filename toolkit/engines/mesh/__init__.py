@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -236,14 +236,16 @@ class Mesh(Engine):
         scale_gradients(gradients, norm, limit)
         return norm
 
-    def split(self, model: Any, mesh: Any) -> None:
+    def split(self, job: Job, model: Any, mesh: Any) -> None:
         """Split the weights of a loaded model over a `tp` mesh: for a pipeline, which leaves others' on the meta device."""
         from torch.distributed.tensor import DTensor
         from transformers.distributed import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+        assert job.spec is not None
         register_summed()
-        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+        shared = register_shared(job.spec, job.parallelism)
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan=shared or None))
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
 
         def is_held(name: str) -> bool:
@@ -254,6 +256,8 @@ class Mesh(Engine):
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):  # a view would keep the whole weight
                 parameter._local_tensor = parameter._local_tensor.clone()
+        if shared:
+            group_heads(model, job.spec, job.parallelism)
 
 
 def _average(gradients: Sequence[Any], group: Any) -> None:

@@ -167,7 +167,7 @@ class Pipeline(Engine):
             drop(model, held(job, rank))
             if job.parallelism.tp > 1:
                 tie(job, model, rank, apart=True)
-                self.inner.split(model, mesh["tp"])  # type: ignore[attr-defined]
+                self.inner.split(job, model, mesh["tp"])  # type: ignore[attr-defined]
                 tie(job, model, rank)
 
         model = reader.read(keep=keep)
