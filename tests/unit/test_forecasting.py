@@ -29,6 +29,7 @@ from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.resolution import resolve
+from toolkit.engines.roofline import EFFICIENT
 from toolkit.engines.states import checkpoint_bytes
 from toolkit.engines.traces import Segment, TraceConfig
 from toolkit.forecasting import fake_kernels, memory, trace_cache, traced_model, tracing
@@ -38,7 +39,6 @@ from toolkit.forecasting.plans import Plan
 from toolkit.forecasting.prediction import PROCESS, fastest_checkpointing, forecast_job
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.search import Candidate, rank_key
-from toolkit.forecasting.timing import EFFICIENT
 from toolkit.forecasting.trace_cache import trace_of
 from toolkit.forecasting.traces import split_segments
 from toolkit.forecasting.tracing import trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.pipeline import PipelineLoop
-from toolkit.engines.pipeline.anatomy import anatomy_of, held, split
+from toolkit.engines.pipeline.anatomy import anatomy_of, held
+from toolkit.engines.pipeline.balance import balanced, times, unbalanced
+from toolkit.engines.pipeline.orders import orders
 from toolkit.engines.pipeline.schedules import SEVERAL, idle_share, schedule_class
+from toolkit.engines.played import in_flight, play
 from toolkit.engines.resolution import resolve
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -37,10 +41,17 @@ EMPTY_LAYERS: dict[str, Any] = {
 }
 
 
-def job(config: Any = LLAMA, ranks: int | None = None, accumulation: int = 4, **fields: Any) -> Job:
+def job(
+    config: Any = LLAMA,
+    ranks: int | None = None,
+    accumulation: int = 4,
+    seq_len: int = 64,
+    on: str = "8x cpu",
+    **fields: Any,
+) -> Job:
     strategy = Strategy(**{"pp": 2, **fields})
-    train_config = TrainConfig(seq_len=64, accumulation=accumulation)
-    return resolve(strategy, train_config, describe(config), ranks or strategy.pp, hardware("8x cpu").device)
+    train_config = TrainConfig(seq_len=seq_len, accumulation=accumulation)
+    return resolve(strategy, train_config, describe(config), ranks or strategy.pp, hardware(on).device)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +151,73 @@ def test_fsdp_shards_the_states_of_a_stage_between_steps() -> None:
     assert "whole" not in whole.engine.compute_note(whole)
 
 
-def test_forecast_and_plan_say_that_there_is_none() -> None:
-    request: Any = (describe(LLAMA), Strategy(pp=2), "2x cpu")
-    with pytest.raises(StrategyError, match="no forecast: the stages of --pp"):
-        forecast(*request, TrainConfig(seq_len=64, accumulation=4))
-    with pytest.raises(StrategyError, match="no forecast: the stages of --pp"):
-        plan(request[0], request[2], strategy=request[1], global_batch=8, seq_len=64)
+def test_forecast_and_plan_of_a_pipeline() -> None:
+    """All ranks read the same rows. The first stage holds more micro-batches, the last one the logits."""
+    spec, strategy = describe(LLAMA), Strategy(pp=2, activation_checkpointing="none")
+    made = forecast(spec, strategy, "2x H100-80GB", TrainConfig(seq_len=64, accumulation=4))
+    assert made.pipeline is not None
+    first, last = made.pipeline.stages
+    assert (first.rank, first.in_flight, last.rank, last.in_flight) == (0, 2, 1, 1)
+    assert made.peak_bytes == max(stage.peak_bytes for stage in (first, last))
+    assert made.pipeline.fullest_rank == (0 if first.peak_bytes > last.peak_bytes else 1)
+    assert made.step_seconds is not None
+    assert made.step_seconds > 4 * max(stage.forward + stage.backward for stage in (first, last))
+    assert made.to_dict()["pipeline"]["idle_share"] == made.pipeline.idle_share
+    assert "the fullest" in str(made)
+    best = plan(spec, "2x H100-80GB", strategy=strategy, global_batch=8, seq_len=64).best
+    assert best.strategy.pp == 2
+    assert best.train_config.accumulation * best.train_config.micro_batch == 8
+
+
+class Recording:
+    """A stage that notes what torch's schedule runs."""
+
+    stage_index, is_first, is_last, has_backward = 0, False, False, True
+
+    def __init__(self, number: int, count: int) -> None:
+        self.stage_index, self.num_stages = number, count
+        self.ran: list[tuple[str, int]] = []
+
+    def forward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
+        self.ran.append(("F", micro))
+
+    def backward_one_chunk(self, micro: int, **_: Any) -> None:
+        self.ran.append(("B", micro))
+
+    def perform_reduce_grad(self, _: int) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_ops"):
+            return lambda _: []
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "micro"), [(2, 2), (2, 5), (4, 4), (4, 9)])
+def test_actions_are_in_the_order_in_which_torch_runs_them(schedule: str, pp: int, micro: int) -> None:
+    made = job(pp=pp, accumulation=micro, pp_schedule=schedule)
+    for rank, own in enumerate(orders(made)):
+        stage = Recording(rank, pp)
+        theirs = schedule_class(made)(stage, micro, loss_fn=lambda *_: None)
+        theirs._initialize_stage = lambda *_: None
+        theirs._step_microbatches()
+        assert [(action.kind, action.micro) for action in own] == stage.ran
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flight"), [("gpipe", [8] * 4), ("1f1b", [4, 3, 2, 1]), ("interleaved", [11, 9, 7, 5])]
+)
+def test_equal_stages_wait_as_the_formula_says(schedule: str, flight: list[int]) -> None:
+    config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 8}, vocab_size=256)
+    made = job(config, pp=4, accumulation=8, pp_schedule=schedule)
+    order = orders(made)
+    stages = len(made.settings["stages"])
+    played = play(order, {(kind, stage): 1 + (kind == "B") for kind in "FB" for stage in range(stages)})
+    assert played.idle_share == pytest.approx(idle_share(made))
+    assert [in_flight(own) for own in order] == flight
+    slow = play(order, {(kind, stage): 1 + (stage == 0) for kind in "FB" for stage in range(stages)})
+    assert slow.idle[0] < min(slow.idle[1:])
 
 
 def test_a_loop_of_the_users_own_is_refused() -> None:
@@ -199,13 +271,51 @@ def test_stages_are_balanced_by_layers_and_head() -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=128, vocab_size=4096
     )
-    spec = describe(config)
-    stages = split(spec, 4)
+    stages = balanced(job(config, pp=4))
     assert [first for first, _ in stages] == [0, *(end for _, end in stages[:-1])]
     assert stages[-1][1] == 12
     sizes = [end - first for first, end in stages]
     assert sizes[-1] == 1
     assert max(sizes) - min(sizes[:-1]) <= 1
+
+
+def bloom(hidden: int, layers: int, heads: int, vocabulary: int) -> Any:
+    return transformers.BloomConfig(hidden_size=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary)
+
+
+def slowest(made: Job) -> float:
+    """The slowest stage's time over the mean."""
+    layers, head = times(made)
+    stages = [sum(layers[first:end]) for first, end in made.settings["stages"]]
+    stages[-1] += head
+    return max(stages) * len(stages) / sum(stages)
+
+
+def test_a_large_vocabulary_leaves_the_last_stage_fewer_blocks() -> None:
+    made = job(bloom(1024, 24, 16, 250_000), pp=4, seq_len=2048, on="4x A100-80GB")
+    sizes = [end - first for first, end in made.settings["stages"]]
+    assert sizes[-1] < min(sizes[:-1])
+    assert slowest(made) <= 1.10
+
+
+def test_a_stage_fits_a_rank_where_a_cut_does() -> None:
+    """The embedding's states are most of what a rank has: the first stage gives layers to the others, which are slower then."""
+    config = transformers.LlamaConfig(
+        hidden_size=1024, num_hidden_layers=16, num_attention_heads=16, intermediate_size=2752, vocab_size=64_000
+    )
+    made = job(config, pp=4, on="4x L4", seq_len=2048)
+    small = dataclasses.replace(made.device, free_bytes=1_800_000_000)
+    assert made.spec is not None
+    within = resolve(made.strategy, made.train_config, made.spec, 4, small)
+    assert within.settings["stages"][0][1] < made.settings["stages"][0][1]
+    assert slowest(within) > slowest(made)
+    nothing = resolve(made.strategy, made.train_config, made.spec, 4, dataclasses.replace(small, free_bytes=1_000))
+    assert nothing.settings["stages"] == made.settings["stages"]
+
+
+def test_stages_without_balancing_have_equally_many_slots() -> None:
+    cuts = unbalanced(describe(bloom(64, 70, 4, 256)), 12)
+    assert [end - first for first, end in cuts] == [5, *[6] * 10, 5]
 
 
 def test_the_idle_share_is_the_formula() -> None:

@@ -55,7 +55,7 @@ def forecast(flags: argparse.Namespace) -> Result:
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
-    open_fields = {"sharding", "tp", "ep", "offload", "dp_replicate"}.isdisjoint(given(flags, Strategy))
+    open_fields = {"sharding", "tp", "ep", "pp", "offload", "dp_replicate"}.isdisjoint(given(flags, Strategy))
     if open_fields and not flags.against and flags.processes is None and machine.ranks > 1:
         return side_by_side(spec, strategy, machine, train_config, **options)
     if not flags.against:

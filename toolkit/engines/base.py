@@ -27,6 +27,7 @@ from toolkit.engines.states import (
     optimizer_bytes,
     optimizer_dtypes,
     parameters_of,
+    snapshot_bytes,
 )
 from toolkit.engines.traces import Trace, TraceConfig, trace_config
 from toolkit.engines.upstream import masks_known_from
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from toolkit.engines.played import Played
     from toolkit.engines.simulation import Simulation
 
     Batch = Mapping[str, torch.Tensor]
@@ -130,6 +132,10 @@ class Engine(OptimizerStep):
         """Return one rank of each kind: the forecast is of the fullest of them."""
         return (0,)
 
+    def snapshot_bytes(self, job: Job, rank: int) -> int:
+        """Return the bytes of a rank's share of a checkpoint; by default all have equal ones."""
+        return snapshot_bytes(job)
+
     def rank_elements(self, job: Job, state: State) -> int:
         """Return the elements of a parameter that each rank holds; by default all."""
         return state.elements
@@ -165,6 +171,10 @@ class Engine(OptimizerStep):
         """Return the inputs of a rank's activations; `masked`: whether attention gets a mask."""
         return trace_config(job, masked=masked, autocast=self.autocast_dtype(job))
 
+    def trace_configs(self, job: Job, *, masked: bool) -> list[TraceConfig]:
+        """Return the configuration of each trace; by default one for each simulated rank."""
+        return [self.trace_config(job, masked=masked, rank=rank) for rank in self.simulated_ranks(job)]
+
     def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
         """Return whether the simulation needs this event of a trace: the fewer, the faster a forecast."""
         return True
@@ -187,6 +197,19 @@ class Engine(OptimizerStep):
     def communication(self, job: Job) -> list[Transfer]:
         """Return the transfers of a step, in its order."""
         return []
+
+    def play(
+        self, job: Job, times: Sequence[tuple[float, float]], send: float = 0.0, after: float = 0.0
+    ) -> Played | None:
+        """Return the played schedule of a pipeline; None where a rank runs its micro-batches one after the other.
+
+        Args:
+            job: of the run.
+            times: of the forward and the backward of a micro-batch, by trace.
+            send: the time of what two stages exchange.
+            after: the time after the last backward.
+        """
+        return None
 
     def compute_note(self, job: Job) -> str:
         """Say how the forward gets its compute dtype."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+SCHEDULE = "schedule"
+"""What a pipeline's transfers overlap with: they lie within the played schedule (`Transfer.overlaps`)."""
+
 STATES = ("trainable", "frozen", "master", "optimizer")
 """The parts of `StateMemory`."""
 
@@ -95,10 +98,10 @@ class Transfer(NamedTuple):
     times: int
     """Transfers in a step."""
     overlaps: str
-    """The phase that computes meanwhile: `forward`, `backward`, or `nothing`."""
+    """The phase that computes meanwhile: `forward`, `backward`, or `nothing`; `SCHEDULE` between a pipeline's stages."""
     link: str
     """`ring`: among the ranks of a shard; `replicas`: the same shard in other groups; `tp`: a tensor-parallel group; `cp`, `ep`:
-    a context-parallel, an expert-parallel one; `host`; `memory`: within the device."""
+    a context-parallel, an expert-parallel one; `pp`: between stages; `host`; `memory`: within the device."""
     what: str
     """The tensors and the collective."""
 

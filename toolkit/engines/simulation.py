@@ -17,7 +17,6 @@ from toolkit.engines.states import (
     State,
     packed_names,
     parameters_of,
-    snapshot_bytes,
     trained_elements,
 )
 from toolkit.engines.traces import Segment, Trace
@@ -47,15 +46,19 @@ class Simulation:
     trace: Trace
     step: Sequence[Segment]
     """The trace over the whole depth."""
+    steps: Sequence[Sequence[Segment]] = ()
+    """Those of all traces, where several stages have one each."""
     ledger: Ledger
     rank: int
     num_checkpoints: int
     """Number of checkpoints that the run writes."""
+    snapshot: int
+    """Bytes of the rank's share of one."""
 
     @property
     def kept_snapshot(self) -> int:
         """Bytes of the checkpoint before the simulated step, which CPU ranks keep for the next one."""
-        return snapshot_bytes(self.job) if self.num_checkpoints > 1 and self.ledger.shared else 0
+        return self.snapshot if self.num_checkpoints > 1 and self.ledger.shared else 0
 
     @cached_property
     def state(self) -> StateMemory:
@@ -99,7 +102,7 @@ class Simulation:
         self.keep("optimizer", self.state.optimizer or 0)
         if self.num_checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
             # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
-            chunks, rest = divmod(snapshot_bytes(self.job), SNAPSHOT_CHUNK)
+            chunks, rest = divmod(self.snapshot, SNAPSHOT_CHUNK)
             self.ledger.offload("workspace", chunks * SNAPSHOT_CHUNK + (1 << (rest - 1).bit_length() if rest else 0))
 
     def train(self, moves: Moves) -> None:

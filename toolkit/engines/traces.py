@@ -43,6 +43,8 @@ class TraceConfig:
     """The rank's place in that group."""
     ep: int = 1
     """Ranks of an expert-parallel group."""
+    stage: tuple[int, int] | None = None
+    """The layers (first, end) of a pipeline stage; None for the whole model."""
 
     @property
     def ranks(self) -> int:

@@ -16,7 +16,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.resolution import resolve
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import SEND_CHUNK, parameters_of, snapshot_bytes, trained_elements
+from toolkit.engines.states import SEND_CHUNK, parameters_of, trained_elements
 from toolkit.engines.traces import Segment, Trace, TraceConfig
 from toolkit.forecasting.trace_cache import trace_of
 from toolkit.forecasting.traces import split_segments
@@ -70,9 +70,8 @@ def check_forecast(engine: Engine) -> None:
 
 
 def trace_configs(job: Job, *, masked: bool) -> list[TraceConfig]:
-    """Return the configuration of each rank that is simulated."""
-    engine = job.engine
-    return [engine.trace_config(job, masked=masked, rank=rank) for rank in engine.simulated_ranks(job)]
+    """Return the configuration of each trace, of ranks or stages."""
+    return job.engine.trace_configs(job, masked=masked)
 
 
 def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceConfig]:
@@ -83,6 +82,11 @@ def _other_configs(job: Job, own: TraceConfig, masked: bool) -> Iterator[TraceCo
             other_job = resolve(strategy, job.train_config, job.spec, strategy.least_ranks, job.device)
             if (config := other_job.engine.trace_config(other_job, masked=masked)) != own:
                 yield config
+
+
+def all_steps(job: Job, trace: Trace) -> list[list[Segment]]:
+    """Return `whole_step` of a trace and of all others that come with it."""
+    return [whole_step(job, each) for each in (trace, *trace.others)]
 
 
 def whole_step(job: Job, trace: Trace) -> list[Segment]:
@@ -105,7 +109,21 @@ def replay(
     num_checkpoints: int,
     kind: type[L] = Ledger,  # type: ignore[assignment]
 ) -> L:
-    """Simulate the memory of the fullest rank, from its start to the saved result.
+    """Simulate the memory of the fullest rank, from its start to the saved result: the first of `replay_ranks`' highest."""
+    ledgers = replay_ranks(job, trace, step, save=save, num_checkpoints=num_checkpoints, kind=kind)
+    return max(ledgers, key=lambda ledger: ledger.peak)
+
+
+def replay_ranks(
+    job: Job,
+    trace: Trace,
+    step: Sequence[Segment],
+    *,
+    save: bool = True,
+    num_checkpoints: int,
+    kind: type[L] = Ledger,  # type: ignore[assignment]
+) -> list[L]:
+    """Simulate the memory of each rank of `Engine.simulated_ranks`.
 
     Args:
         job: with a spec.
@@ -116,7 +134,8 @@ def replay(
         kind: the ledger's class: `Ledger` has the peaks, `LedgerHistory` every change.
     """
     engine = job.engine
-    ledgers = []
+    ledgers: list[L] = []
+    steps = [step, *(whole_step(job, other) for other in trace.others)]
     for index, rank in enumerate(engine.simulated_ranks(job)):
         ledgers.append(kind(shared=job.device.kind == "cpu"))
         if kept := sum(transform.host_bytes(job) for transform in job.transforms):
@@ -124,13 +143,20 @@ def replay(
         rank_trace, rank_step = trace, step
         if index and trace.others:
             rank_trace = trace.others[index - 1]
-            rank_step = whole_step(job, rank_trace)
+            rank_step = steps[index]
         simulation = Simulation(
-            job=job, trace=rank_trace, step=rank_step, ledger=ledgers[-1], rank=rank, num_checkpoints=num_checkpoints
+            job=job,
+            trace=rank_trace,
+            step=rank_step,
+            steps=steps,
+            ledger=ledgers[-1],
+            rank=rank,
+            num_checkpoints=num_checkpoints,
+            snapshot=engine.snapshot_bytes(job, rank),
         )
         engine.simulate_step(simulation)
         _simulate_save(simulation, save)
-    return max(ledgers, key=lambda ledger: ledger.peak)
+    return ledgers
 
 
 def _simulate_save(simulation: Simulation, save: bool) -> None:
@@ -148,7 +174,7 @@ def _simulate_save(simulation: Simulation, save: bool) -> None:
     cut = ranks if job.engine.expected_state(job).trainable < whole else 1
     piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
-        snapshot = snapshot_bytes(job) if simulation.num_checkpoints else 0
+        snapshot = simulation.snapshot if simulation.num_checkpoints else 0
         ledger.hold("workspace", -simulation.kept_snapshot)
         ledger.touch("workspace", max(written + piece, snapshot))
     else:

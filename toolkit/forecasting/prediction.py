@@ -21,9 +21,10 @@ from toolkit.engines.resolution import default_ranks, resolve
 from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.finished_run import FinishedRun
-from toolkit.forecasting.memory import SOURCES, check_forecast, context_memory, replay, traced, whole_step
+from toolkit.forecasting.memory import SOURCES, all_steps, check_forecast, context_memory, replay, replay_ranks, traced
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
 from toolkit.forecasting.result import MARGIN, Forecast
+from toolkit.forecasting.stages import build_pipeline
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
 from toolkit.models import ModelSpec, describe
 from toolkit.transforms.adapters import check_quantized
@@ -192,10 +193,11 @@ def forecast_job(
     """Forecast a job; `save` and `num_checkpoints` as in `forecast`; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
     trace = traced(job, masked=not one_document, others=others)
-    step = whole_step(job, trace)
-    result = build_forecast(job, machine, step, replay(job, trace, step, save=save, num_checkpoints=num_checkpoints))
+    steps = all_steps(job, trace)
+    ledgers: list[Ledger] = replay_ranks(job, trace, steps[0], save=save, num_checkpoints=num_checkpoints)
+    result = build_forecast(job, machine, steps, ledgers)
     if num_checkpoints and result.host_lacks:
-        bare: Ledger = replay(job, trace, step, save=save, num_checkpoints=0)
+        bare: Ledger = replay(job, trace, steps[0], save=save, num_checkpoints=0)
         without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
         result = dataclasses.replace(result, host_checkpoint_bytes=result.host_bytes - without)
     return result
@@ -219,8 +221,12 @@ def fastest_checkpointing(job: Job, machine: Hardware, **options: Any) -> Job | 
     return None
 
 
-def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger: Ledger) -> Forecast:
-    """Build a forecast from a step's segments and the ledger of their simulation."""
+def build_forecast(
+    job: Job, machine: Hardware, steps: Sequence[Sequence[Segment]], ledgers: Sequence[Ledger]
+) -> Forecast:
+    """Build a forecast from the segments of a step, of each trace, and the ledgers of their simulation, of each rank."""
+    ledger, (step, *others) = max(ledgers, key=lambda each: each.peak), steps
+    others = others if job.parallelism.pp > 1 else []
     return Forecast(
         job=job,
         hardware=machine,
@@ -233,9 +239,10 @@ def build_forecast(job: Job, machine: Hardware, step: Sequence[Segment], ledger:
         host_bytes=ledger.node_peak(ceil_div(job.ranks, machine.nodes)),
         checkpoint_bytes=checkpoint_bytes(job),
         checkpoint_stall_seconds=checkpoint_stall(job, machine),
-        operations=operations(job, step),
+        operations=operations(job, step, others),
         communication_bytes=communication(job),
-        timing=step_time(job, machine, step),
+        timing=step_time(job, machine, step, others),
+        pipeline=build_pipeline(job, machine, steps, ledgers),
         unknown=(*_uncertainties(job), *machine.notes),
     )
 

@@ -20,6 +20,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
 from toolkit.forecasting.finished_run import read_correction
 from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
+from toolkit.forecasting.stages import Pipeline
 from toolkit.forecasting.timing import Timing
 
 MARGIN = 0.05
@@ -34,7 +35,7 @@ class Forecast(Result):
         "model strategy train_config hardware ranks fits reason change device.peak_bytes device.peak_phase device.needed_bytes "
         "device.context_bytes device.context device.limit_bytes device.reserved_bytes device.parts device.phases "
         "host.peak_bytes=host_bytes host.checkpoint_bytes=host_checkpoint_bytes nvme.peak_bytes=nvme_bytes step_seconds "
-        "tokens_per_second mfu checkpoint_bytes checkpoint_stall_seconds operations communication_bytes unknown"
+        "tokens_per_second mfu checkpoint_bytes checkpoint_stall_seconds operations communication_bytes pipeline unknown"
     )
     nvme_bytes: ClassVar[int] = 0
     """No engine offloads to NVMe."""
@@ -67,6 +68,8 @@ class Forecast(Result):
     """None for a device with unknown speed."""
     reserved_bytes: int | None = None
     """Bytes that CUDA's caching allocator reserves for the peak; None without a measured run."""
+    pipeline: Pipeline | None = None
+    """The stages of a pipeline; None without."""
     unknown: tuple[str, ...] = ()
     """Sources of error that these figures do not include, a sentence each."""
     change: Mapping[str, Any] | None = None
@@ -240,6 +243,7 @@ class Forecast(Result):
         figures = {
             "time": self.step_seconds and format_step_seconds(self.step_seconds),
             "tokens/s": self.tokens_per_second and f"{self.tokens_per_second:,.0f}",
+            "idle share of a rank": self.pipeline and f"{self.pipeline.idle_share:.1%}",
             "MFU": self.mfu and f"{self.mfu:.0%}",
             "host memory of a node": format_bytes(self.host_bytes),
             "operations of a rank": f"{self.operations:.3g}",
@@ -256,5 +260,6 @@ class Forecast(Result):
                 notes=(f"With {', '.join(f'{name} {value}' for name, value in request.items())}.",),
             ),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
+            *([self.pipeline.table()] if self.pipeline else []),
             Table(title="A step", columns=("figure", "value"), rows=rows, notes=self.unknown),
         ]

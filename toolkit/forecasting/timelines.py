@@ -18,7 +18,7 @@ from toolkit.devices.machine import Hardware
 from toolkit.engines.ledger import PARTS, LedgerHistory
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.finished_run import FinishedRun, read_finished_run
-from toolkit.forecasting.memory import replay, traced, whole_step
+from toolkit.forecasting.memory import all_steps, replay_ranks, traced
 from toolkit.forecasting.prediction import build_forecast, resolve_request
 from toolkit.models import ModelSpec
 
@@ -152,10 +152,11 @@ def timeline(
         raise RunError(f"{run} measured nothing: {finished.why}. Name a run with a measured peak.")
     job, machine = resolve_request(model, strategy, on, train_config, ranks=ranks, run=finished)
     trace = traced(job, masked=not one_document, others=True)
-    step = whole_step(job, trace)
+    steps = all_steps(job, trace)
     save, num_checkpoints = (finished.save, finished.num_checkpoints) if finished else (True, 1)
-    ledger = replay(job, trace, step, save=save, num_checkpoints=num_checkpoints, kind=LedgerHistory)
-    forecast = build_forecast(job, machine, step, ledger)
+    ledgers = replay_ranks(job, trace, steps[0], save=save, num_checkpoints=num_checkpoints, kind=LedgerHistory)
+    ledger = max(ledgers, key=lambda each: each.peak)
+    forecast = build_forecast(job, machine, steps, ledgers)
     return Timeline(
         forecast=forecast,
         parts={

@@ -14,30 +14,20 @@ from dataclasses import dataclass, replace
 from toolkit.devices.gpu_catalog import GPUSpec
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
-from toolkit.engines.records import Transfer
+from toolkit.engines.played import Played
+from toolkit.engines.records import SCHEDULE, Transfer
+from toolkit.engines.roofline import MEMORY, other_seconds, peak_speed, product_seconds
 from toolkit.engines.states import snapshot_bytes
 from toolkit.engines.traces import Segment
 
-FASTEST, MEMORY, LINK = 0.8, 0.75, 0.8
-"""Shares of a data sheet's peak: the fastest product's without a measurement, the memory's, and the links'.
-
-Round numbers, chosen by published runs on A100s.
-"""
+LINK = 0.8
+"""Share of a data sheet's peak of the links: a round number, chosen by published runs on A100s."""
 
 HOST = 150
 """GB/s that a node without a known card copies in its memory, as `GPUSpec.host_memory` of two sockets."""
 
 DISK = 3
 """GB/s that a node writes to its disk: the sequential writes of one NVMe disk, behind what the page cache takes."""
-
-CALL = 8e-6
-"""Seconds for each operator in which its kernels start and end, and products and memory stand still: by the runs on the H200."""
-
-EFFICIENT = ", efficient attention"
-"""What follows the dtype of operations of the memory-efficient attention kernel: with a mask, and on cards without flash."""
-
-EFFICIENT_SPEED = 300e12
-"""Operations a second of that kernel at most. It does not use the products of Hopper; by the H200's times from 4,096 tokens on."""
 
 COMPILED = 1 / 3
 """Share of memory traffic and calls that is left when blocks are compiled; by the two such runs on the H200."""
@@ -63,9 +53,42 @@ class Timing:
     """
 
 
-def operations(job: Job, step: Sequence[Segment]) -> int:
-    """Return a rank's operations in a step as `FlopCounterMode` counts them: with recomputation, not causal."""
-    return job.train_config.accumulation * sum(size for segment in step for _, size in segment.flops)
+def operations(job: Job, step: Sequence[Segment], others: Sequence[Sequence[Segment]] = ()) -> int:
+    """Return a rank's operations in a step as `FlopCounterMode` counts them: with recomputation, not causal.
+
+    Of a pipeline's ranks, the most; `others`: the micro-batch of the stages after the first.
+    """
+    sizes = [sum(size for segment in each for _, size in segment.flops) for each in (step, *others)]
+    ranks = job.parallelism.pp
+    return job.train_config.accumulation * max(sum(sizes[rank::ranks]) for rank in range(ranks))
+
+
+def play(job: Job, machine: Hardware, steps: Sequence[Sequence[Segment]], after: float = 0.0) -> Played | None:
+    """Return a pipeline's schedule with the forecast times of its stages, in seconds; None without stages.
+
+    Args:
+        job: what runs.
+        machine: where.
+        steps: a micro-batch of each stage.
+        after: seconds of the optimizer.
+
+    Where the speed of the device is unknown, operations stand for seconds, and sending takes none.
+    """
+    if job.parallelism.pp == 1:
+        return None
+    card = job.device.card
+    sent = next(transfer for transfer in job.communication() if transfer.overlaps == SCHEDULE)
+    send = sent.size / _bandwidth(sent.link, job, machine, card) if card else 0.0
+    times = []
+    for step in steps:
+        middle = _middle(step)
+        times.append((_seconds(job, step[:middle], card), _seconds(job, step[middle:], card)))
+    return job.engine.play(job, times, send, after)
+
+
+def _middle(step: Sequence[Segment]) -> int:
+    """Return where the backward begins."""
+    return 1 + next(index for index, segment in enumerate(step) if segment.what == "backward")
 
 
 def communication(job: Job) -> int:
@@ -73,73 +96,72 @@ def communication(job: Job) -> int:
     return round(sum(transfer.size * transfer.times for transfer in collectives(job)))
 
 
-def step_time(job: Job, machine: Hardware, step: Sequence[Segment]) -> Timing | None:
+def step_time(
+    job: Job, machine: Hardware, step: Sequence[Segment], others: Sequence[Sequence[Segment]] = ()
+) -> Timing | None:
     """Return the time of a step; None for a device with unknown speed.
 
     Args:
         job: what runs.
         machine: where.
         step: one micro-batch, forward and backward.
+        others: of a pipeline, that of the stages after the first.
     """
     card = job.device.card
     if card is None:
         return None
     card = replace(card, sustained=card.alone or card.sustained) if job.ranks == 1 else card
-    middle = next(index for index, transfer in enumerate(step) if transfer.what == "backward")
-    forward, backward = _seconds(job, step[: middle + 1], card), _seconds(job, step[middle + 1 :], card)
+    middle = _middle(step)
+    forward, backward = _seconds(job, step[:middle], card), _seconds(job, step[middle:], card)
     engine = job.engine
-    state = engine.expected_state(job)
-    moved = job.optimizer.passes * (state.optimizer or 0) // len(job.optimizer.states)
+    states = max(engine.expected_state(job, rank).optimizer or 0 for rank in engine.simulated_ranks(job))
+    moved = job.optimizer.passes * states // len(job.optimizer.states)
     if job.strategy.offload == "none":
         optimizer = moved / (card.memory * 1e9 * MEMORY)
     else:
         optimizer = moved * min(job.ranks, machine.count) / (card.host_memory * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
     for transfer in job.communication():
+        if transfer.overlaps == SCHEDULE:
+            continue
         took[transfer.overlaps] += transfer.size * transfer.times / _bandwidth(transfer.link, job, machine, card)
     micro = job.train_config.accumulation
     reduced = micro if engine.hides_every_backward else 1
     room = {"forward": micro * forward, "backward": reduced * backward, "nothing": 0.0}
     exposed = sum(max(0.0, took[phase] - room[phase]) for phase in took)
-    seconds = micro * (forward + backward) + exposed + optimizer
+    played = play(job, machine, (step, *others), optimizer)
+    seconds = (played.length if played else micro * (forward + backward) + optimizer) + exposed
     tokens = job.global_batch * job.train_config.seq_len
     # A backward computes two products for each of the forward's, and one for frozen weights. Attention and the adapter
     # always have two, so MFU with an adapter is a little low, most with long sequences.
     products = 3 if job.strategy.adapter == "none" else 2
-    useful = products * micro * sum(size for transfer in step[: middle + 1] for _, size in transfer.flops)
+    forwards = (segment for each in (step, *others) for segment in each[: _middle(each)])
+    useful = products * micro * sum(size for segment in forwards for _, size in segment.flops) / job.parallelism.pp
     return Timing(
         step_seconds=seconds,
         tokens_per_second=tokens / seconds,
-        mfu=useful / (seconds * _peak(card, job.compute_dtype)),
+        mfu=useful / (seconds * peak_speed(card, job.compute_dtype)),
     )
 
 
-def _seconds(job: Job, segments: Sequence[Segment], card: GPUSpec) -> float:
-    """Return the seconds of products, of memory traffic, and of all starts of kernels, or the host's if it is slower."""
+def _seconds(job: Job, segments: Sequence[Segment], card: GPUSpec | None) -> float:
+    """Return the seconds of products, of memory traffic, and of all starts of kernels, or the host's if it is slower.
+
+    Without a card, the operations.
+    """
     work: Counter[str] = Counter()
     for segment in segments:
         for kernel, size in (*segment.flops, *((kernel, -size) for kernel, size in segment.skipped)):
             work[kernel] += size
-    seconds = sum(size / _sustained(card, kernel) for kernel, size in work.items())
+    if card is None:
+        return float(work.total())
+    seconds = product_seconds(card, work)
     calls = sum(segment.calls for segment in segments)
-    other = sum(segment.moved for segment in segments) / (card.memory * 1e9 * MEMORY) + calls * CALL
+    other = other_seconds(card, sum(segment.moved for segment in segments), calls)
     if job.strategy.compile:
         return seconds + COMPILED * other
     asks = job.strategy.activation_checkpointing in ("attention", "selective")
     return max(seconds + other, asks * calls * ASKED)
-
-
-def _peak(card: GPUSpec, dtype: str) -> float:
-    """Return the peak operations a second."""
-    return (card.tflops_fp32 if dtype == "float32" else card.tflops_half) * 1e12
-
-
-def _sustained(card: GPUSpec, kernel: str) -> float:
-    """Return the operations a second that a training step's products sustain, in the dtype that `kernel` begins with."""
-    if kernel.startswith("float32"):
-        return _peak(card, "float32") * FASTEST
-    speed = (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
-    return min(speed, EFFICIENT_SPEED) if kernel.endswith(EFFICIENT) else speed
 
 
 def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]:
-    """Keep three layers of each kind in every stack of the model, in place.
+def truncate_layers(model: nn.Module, spec: ModelSpec, stage: tuple[int, int] | None = None) -> tuple[LayerStack, ...]:
+    """Keep three layers of each kind in every stack of the model, in place; of a stage's layers (first, end) alone.
 
     Layers are of one kind where class, shapes of parameters, switches and the config's `layer_types` agree.
     """
@@ -42,8 +42,10 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
             switches = tuple((name, value) for name, value in vars(layer).items() if isinstance(value, bool))
             kinds_.append((type(layer), shapes, switches, types[index] if types and index < len(types) else None))
         distinct = list(dict.fromkeys(kinds_))
-        kinds = tuple(distinct.index(kind) for kind in kinds_)
-        kept_layers = _kept_layers(kinds)
+        first, end = stage or (0, len(kinds_))
+        kinds = tuple(distinct.index(kind) for kind in kinds_[first:end])
+        indices = _kept_layers(kinds)
+        kept_layers = [first + index for index in indices]
         owner, _, leaf = name.rpartition(".")
         layers = list(stack.children())
         setattr(model.get_submodule(owner), leaf, nn.ModuleList(layers[index] for index in kept_layers))
@@ -55,7 +57,7 @@ def truncate_layers(model: nn.Module, spec: ModelSpec) -> tuple[LayerStack, ...]
                 text.__class__ = type(type(text).__name__, (type(text),), kept_types)
             else:
                 vars(text).update(kept_types)
-        stacks.append(LayerStack(name=name, kinds=kinds, indices=kept_layers))
+        stacks.append(LayerStack(name=name, kinds=kinds, indices=indices))
     return tuple(stacks)
 
 

@@ -15,6 +15,7 @@ import pickle
 import select
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import ATTENTIONS
@@ -31,6 +32,7 @@ from toolkit.forecasting.traced_model import (
     truncate_layers,
     unwrap,
 )
+from toolkit.forecasting.traced_stage import cut, stage_inputs, stage_step
 from toolkit.models import ModelSpec
 from toolkit.models.hf_loading import auto_class, freeze, quiet_bars
 from toolkit.models.varlen import separates_documents
@@ -71,28 +73,32 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
         if mesh is not None:
             distribute(model, mesh, spec)
         outer = transform(model, config, spec)
-        stacks = truncate_layers(model, spec)
+        stacks = truncate_layers(model, spec, config.stage)
         outer.train()
         ends = _ends(outer, model)
+        step = partial(stage_step, relay=cut(model, spec, config.stage)) if config.stage else _step
         tracker = Tracker(ends[2], width=spec.hidden, device=config.device)
         unwrap(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, sharded=mesh is not None)
-            model.tie_weights()
+            if config.stage is None:  # tied weights lie on different stages
+                model.tie_weights()
             pack(model)
             inputs = _inputs(config, batch, seq_len, packed=packed)
             if config.job is not None:
                 inputs = dict(config.job.split(inputs, 0, config.masked))
+            if config.stage is not None:
+                inputs = stage_inputs(inputs, spec, config)
             for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
                 if isinstance(tensor, torch.Tensor):
                     tracker.know(local(tensor))
             if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
                 with replaced_kernels(config):
-                    _step(model, inputs, spec, config, Tracker(device=config.device))
+                    step(model, inputs, spec, config, Tracker(device=config.device))
                 model.zero_grad()
             _watch(model, stacks, tracker)
             with replaced_kernels(config), tracker:
-                _step(model, inputs, spec, config, tracker)
+                step(model, inputs, spec, config, tracker)
     return Trace(stacks=stacks, events=tuple(_fold_events(tracker.recorded())), ends=ends)
 
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.core.units import dtype_name, round_up
+from toolkit.engines.roofline import EFFICIENT
 from toolkit.engines.traces import LOGITS, Event
-from toolkit.forecasting.timing import EFFICIENT
 
 aten = torch.ops.aten
 

@@ -14,10 +14,12 @@ from toolkit.core.errors import StrategyError
 from toolkit.engines.base import Engine, read_precision
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import scale_gradients, total_norm
-from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job, name_in_spec, places_of, split
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job, name_in_spec, places_of
+from toolkit.engines.pipeline.balance import balanced
 from toolkit.engines.pipeline.runtime import RUNTIMES, Runtime
 from toolkit.engines.pipeline.schedules import check_adapted, idle_share, refuse, stages_per_rank
 from toolkit.engines.pipeline.sharding import MESH, bare, make_mesh, shard_stages, sharded, tie
+from toolkit.engines.pipeline.simulation import SimulatedPipeline
 from toolkit.engines.pipeline.stages import drop
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import BUFFER, Shard
@@ -67,11 +69,10 @@ def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class Pipeline(Engine):
+class Pipeline(SimulatedPipeline):
     """`--pp N` around the engine of one stage. A rank's module has every name of the model; others' parameters are on meta."""
 
     own_loop = PipelineLoop
-    no_forecast = "the stages of --pp have no forecast yet. `toolkit train` runs without one. Or choose --pp 1."
     needs_optimizer = True
     wraps_model = False
     places_model = False
@@ -95,7 +96,7 @@ class Pipeline(Engine):
         """Return the inner engine's for one stage, the schedule, and the layers (first, end) of each stage."""
         refuse(job)
         each = stages_per_rank(job)
-        stages = split(job.spec, each * job.parallelism.pp) if job.spec is not None else []
+        stages = balanced(job) if job.spec is not None else []
         if job.spec is not None:
             check_adapted(job, anatomy_of(job.spec), stages)
         about = {"schedule": job.strategy.pp_schedule, "stages_per_rank": each, "stages": stages}

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,61 +142,6 @@ def _read(spec: ModelSpec) -> Anatomy:
     return Anatomy(
         layers=name, count=len(layers), returns=returns.pop(), before=frozenset(before), after=frozenset(after)
     )
-
-
-def split(spec: ModelSpec, stages: int) -> list[tuple[int, int]]:
-    """Return the layers (first, end) of each stage: the slowest stage is as fast as can be.
-
-    A stage's time is taken for the elements of its matrices, the head's among them. A lookup costs nothing.
-
-    Raises:
-        StrategyError: for more stages than layers.
-    """
-    parts = anatomy_of(spec)
-    if stages > parts.count:
-        raise StrategyError(
-            f"{stages} stages: {spec.architecture} has {parts.count} layers, and each stage holds at least one. "
-            f"Choose --pp times --pp-stages-per-rank of at most {parts.count}."
-        )
-    costs = [0] * parts.count
-    for parameter in spec.parameters:
-        for place in parts.places(parameter.name):
-            if 0 <= place < parts.count:
-                costs[place] += parameter.elements
-    tied = {name: group[0] for group in spec.tied for name in group}
-    shapes = {parameter.name: parameter.elements for parameter in spec.parameters}
-    tail = sum(shapes.get(tied.get(f"{module}.weight", f"{module}.weight"), 0) for module in parts.after)
-    return _balance(costs, tail, stages)
-
-
-EVENNESS = 8
-"""Power of the mean of the stages' costs that is made small: with a high one the largest counts most, and the others even out."""
-
-
-def _balance(costs: Sequence[int], tail: int, stages: int) -> list[tuple[int, int]]:
-    """Divide a row of costs into parts of at least one each, the last with `tail` more, so that the largest is small."""
-    count, total, sums = len(costs), sum(costs) + tail, [0, *itertools.accumulate(costs)]
-    # (penalty of layers from `start` on, end of their first stage), for so many stages as were added.
-    level = [(((sums[count] - sums[start] + tail) / total) ** EVENNESS, count) for start in range(count)]
-    levels = [level]
-    for left in range(2, stages + 1):
-        rest = level
-        level = [
-            min(
-                (
-                    (((sums[end] - sums[start]) / total) ** EVENNESS + rest[end][0], end)
-                    for end in range(start + 1, count - left + 2)
-                ),
-                default=(math.inf, count),
-            )
-            for start in range(count)
-        ]
-        levels.append(level)
-    result, start = [], 0
-    for level in reversed(levels):
-        result.append((start, level[start][1]))
-        start = level[start][1]
-    return result
 
 
 def places_of(job: Job, rank: int) -> set[int]:

@@ -1,0 +1,237 @@
+"""The forecast of a pipeline: a trace of each stage, played through a rank's step in the order of the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from toolkit.core.units import BYTES_OF
+from toolkit.engines.base import Engine
+from toolkit.engines.job import Job
+from toolkit.engines.ledger import Ledger
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job
+from toolkit.engines.pipeline.orders import orders
+from toolkit.engines.played import FORWARD, INPUT, Action, Played, play
+from toolkit.engines.records import SCHEDULE, Transfer
+from toolkit.engines.simulation import Simulation, blas_workspaces
+from toolkit.engines.states import optimizer_bytes, parameters_of
+from toolkit.engines.traces import Segment, Trace, TraceConfig
+
+
+class SimulatedPipeline(Engine):
+    """What `Pipeline` forecasts. A rank's stages are traced apart, and its micro-batches in flight add up."""
+
+    inner: Engine
+
+    def simulated_ranks(self, job: Job) -> Sequence[int]:
+        """Return the first rank of each stage: all stages differ, by their layers or their micro-batches in flight."""
+        pp = job.parallelism.pp
+        return range(0, job.ranks, job.ranks // pp)
+
+    def local_job(self, job: Job, rank: int) -> Job:
+        """Return the job of a rank's inner engine: the parameters of its stages, without this parallelism."""
+        return dataclasses.replace(
+            local_job(job, rank),
+            strategy=dataclasses.replace(job.strategy, pp=1),
+            parallelism=dataclasses.replace(job.parallelism, pp=1),
+            engine=self.inner,
+        )
+
+    def snapshot_bytes(self, job: Job, rank: int) -> int:
+        """Return the bytes of the rank's own states. Two ranks write a tied weight's, a half each."""
+        local = self.local_job(job, rank)
+        states = [state for state in parameters_of(local) if state.trainable]
+        twice = self._on_two_stages(job)
+        elements = sum(state.elements // (2 if state.name in twice else 1) for state in states)
+        return (elements * BYTES_OF[job.weight_dtype] + optimizer_bytes(job, elements)) // local.ranks
+
+    def _on_two_stages(self, job: Job) -> frozenset[str]:
+        """Return the names of the weights that the first and the last stage both hold."""
+        return held(job, 0) & held(job, self.simulated_ranks(job)[-1])
+
+    def trace_config(self, job: Job, *, masked: bool, rank: int = 0) -> TraceConfig:
+        """Return the configuration of the first stage of a rank."""
+        return self.trace_configs(job, masked=masked)[job.coordinates(rank).pp]
+
+    def trace_configs(self, job: Job, *, masked: bool) -> list[TraceConfig]:
+        """Return the configuration of each stage; stages of the same layers share one."""
+        assert job.spec is not None
+        config = self.inner.trace_config(job, masked=masked)
+        kinds = layer_kinds(job)
+        return [dataclasses.replace(config, stage=_first_alike(kinds, *stage)) for stage in job.settings["stages"]]
+
+    def is_boundary(self, trace: Trace, what: str, name: str) -> bool:
+        """Return whether the event is a gradient."""
+        return what == "gradient"
+
+    def simulate_load(self, simulation: Simulation) -> None:
+        """Simulate reading the whole model. On a CPU, what other ranks hold stays in the mapped file, where the dtype is kept."""
+        job, ledger, own = simulation.job, simulation.ledger, simulation.state.parameters
+        assert job.spec is not None
+        whole = sum(state.bytes for state in parameters_of(job))
+        ledger.enter("load")
+        if job.device.kind == "cpu":
+            if (job.spec.config.get("dtype") or "float32") != job.kept_dtype:
+                ledger.touch("parameters", whole)
+            ledger.hold("parameters", own)
+            local = self.local_job(job, simulation.rank)
+            ledger.touch(
+                "workspace", max(state.bytes for state in parameters_of(local))
+            )  # each is copied out of the file
+            ledger.enter("prepare")
+        else:
+            ledger.offload("parameters", whole)
+            ledger.enter("prepare")
+            ledger.hold("parameters", own)
+            ledger.offload("parameters", -whole)
+
+    def simulate_training(self, simulation: Simulation) -> None:
+        """Simulate a step: buffers for all that is received, and every action of the rank."""
+        job, ledger, rank = simulation.job, simulation.ledger, simulation.rank
+        local = dataclasses.replace(simulation, job=self.local_job(job, rank), rank=0)
+        local.hold_moments()
+        ledger.enter("forward")
+        ledger.hold("workspace", blas_workspaces(job) + local.kept_snapshot)
+        stages = _stages_of(job, rank)
+        last, size = len(job.settings["stages"]) - 1, hidden_bytes(job)
+        sides = sum((stage > 0) + (stage < last) for stage in stages)
+        ledger.hold("buffers", sides * job.train_config.accumulation * size)
+        _Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages}).run(orders(job)[_place(job, rank)])
+        ledger.enter("step")
+        trained = (state for state in parameters_of(local.job) if state.trainable)
+        local.optimizer_step(self.inner.rank_elements(local.job, state) for state in trained)
+        ledger.hold("gradients", -ledger.held["gradients"])
+
+    def communication(self, job: Job) -> list[Transfer]:
+        """Return hidden states and their gradients, of a rank between two others, and the sum of a tied weight's gradients."""
+        assert job.spec is not None
+        micro, each = job.train_config.accumulation, len(job.settings["stages"]) // job.parallelism.pp
+        size = hidden_bytes(job)
+        sent = [
+            Transfer(size, each * micro, SCHEDULE, "pp", "hidden states, to the next stage"),
+            Transfer(size, each * micro, SCHEDULE, "pp", "their gradients, to the stage before"),
+        ]
+        twice = self._on_two_stages(job)
+        tied = sum(state.bytes for state in parameters_of(job) if state.name in twice)
+        own = [Transfer(tied, 1, "nothing", "pp", "gradients of a tied weight, all-reduced by its two stages")]
+        return [*sent, *(own if tied else []), *self.inner.communication(self.local_job(job, 0))]
+
+    def play(self, job: Job, times: Sequence[tuple[float, float]], send: float = 0.0, after: float = 0.0) -> Played:
+        """Play the schedule with the times of each stage's forward and backward, as `played.play`."""
+        named: dict[tuple[str, int], float] = {}
+        for stage, (forward, backward) in enumerate(times):
+            parts = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+            named |= {(kind, stage): seconds for kind, seconds in parts.items()}
+        return play(orders(job), named, send, after)
+
+
+def hidden_bytes(job: Job) -> int:
+    """Return the bytes of what two stages exchange for a micro-batch."""
+    assert job.spec is not None
+    config = job.train_config
+    return config.micro_batch * config.seq_len * job.spec.hidden * BYTES_OF[job.weight_dtype]
+
+
+def _place(job: Job, rank: int) -> int:
+    """Return the rank's place in its pipeline."""
+    return int(job.coordinates(rank).pp)
+
+
+def _stages_of(job: Job, rank: int) -> range:
+    """Return the numbers of a rank's stages."""
+    return range(_place(job, rank), len(job.settings["stages"]), job.parallelism.pp)
+
+
+def layer_kinds(job: Job) -> tuple[Any, ...]:
+    """Return what layers differ in, of each: shapes of parameters, the config's values by layer, the checkpointing's turn."""
+    assert job.spec is not None
+    parts = anatomy_of(job.spec)
+    shapes: list[list[Any]] = [[] for _ in range(parts.count)]
+    for parameter in job.spec.parameters:
+        for place in parts.places(parameter.name):
+            if 0 <= place < parts.count:
+                shapes[place].append((parameter.name.removeprefix(f"{parts.layers}.{place}."), parameter.shape))
+    lists = [each for each in job.spec.config.values() if isinstance(each, list) and len(each) == parts.count]
+    _, _, every = job.strategy.activation_checkpointing.partition(":")
+    return tuple(
+        (tuple(own), *(str(each[index]) for each in lists), index % int(every or 1)) for index, own in enumerate(shapes)
+    )
+
+
+def _first_alike(kinds: Sequence[Any], first: int, end: int) -> tuple[int, int]:
+    """Return the first stage with the same layers, so that stages share traces. Ends of the model are stages of their own."""
+    if first == 0 or end == len(kinds):
+        return first, end
+    count = end - first
+    starts = range(1, first + 1)
+    start = next(start for start in starts if kinds[start : start + count] == kinds[first:end])
+    return start, start + count
+
+
+class _Walk:
+    """Enters a rank's actions. Micro-batches in flight add up; the first backward of each stage leaves gradients.
+
+    torch keeps what a rank has sent: with 1F1B the last gradient and the hidden states of the last forward but one before the
+    first backward, otherwise all tensors until the step's end (`torch.distributed.pipelining.schedules`, `_step_microbatches`).
+    """
+
+    def __init__(self, ledger: Ledger, job: Job, steps: Mapping[int, Sequence[Segment]]) -> None:
+        self._ledger, self._size = ledger, hidden_bytes(job)
+        self._last, self._keeps = len(job.settings["stages"]) - 1, job.strategy.pp_schedule != "1f1b"
+        self._micros = job.train_config.accumulation
+        self._halves = {stage: _halves(tuple(step)) for stage, step in steps.items()}
+        self._backward_done: set[int] = set()
+        self._kept = 0
+
+    def run(self, order: Sequence[Action]) -> None:
+        """Enter a step's actions, and free what was sent."""
+        ledger = self._ledger
+        for action in order:
+            forward, backward, folded = self._halves[action.stage]
+            if action.kind == FORWARD:
+                ledger.enter("forward")
+                ledger.walk(*forward)
+            elif action.kind != INPUT:  # of a backward in two parts, the second frees activations
+                ledger.enter("backward")
+                self._walk_backward(action, backward, folded)
+        ledger.hold("buffers", -self._kept)
+
+    def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
+        stage = action.stage
+        first = stage not in self._backward_done
+        if first:
+            for segment in backward:
+                self._ledger.walk(*segment[:4])
+                if segment.what == "gradient":
+                    self._ledger.hold("gradients", segment.size)
+            self._backward_done.add(stage)
+        else:
+            self._ledger.walk(*folded)
+        if self._keeps:
+            kept = (stage > 0) + (stage < self._last)
+        else:
+            before = min(self._micros, self._last + 1 - stage)
+            kept = (first and stage > 0) + (stage < self._last and action.micro == before - 2)
+        self._kept += kept * self._size
+        self._ledger.hold("buffers", kept * self._size)
+
+
+@lru_cache(maxsize=128)
+def _halves(
+    step: tuple[Segment, ...],
+) -> tuple[tuple[int, int, int, int], tuple[Segment, ...], tuple[int, int, int, int]]:
+    """Return a step's forward as one change, the segments of its backward, and these as one change."""
+    middle = 1 + next(index for index, segment in enumerate(step) if segment.what == "backward")
+    return _fold(step[:middle]), step[middle:], _fold(step[middle:])
+
+
+def _fold(segments: Sequence[Segment]) -> tuple[int, int, int, int]:
+    """Return rise and net of segments in a row, and the logits among them at the highest moment and at the end."""
+    rise = net = logits_rise = logits = 0
+    for segment in segments:
+        if net + segment.rise > rise:
+            rise, logits_rise = net + segment.rise, logits + segment.logits_rise
+        net, logits = net + segment.net, logits + segment.logits_net
+    return rise, net, logits_rise, logits
