@@ -29,6 +29,10 @@ EVENNESS = 8
 """Power of the mean of the stages' times that is made small: with a high one the slowest counts most, and the others even out."""
 
 
+TIE = 1e-6
+"""Weight of memory beside time: of cuts that are as fast, the one with the smallest stages."""
+
+
 def balanced(job: Job) -> list[tuple[int, int]]:
     """Return the layers (first, end) of each stage: the slowest stage is as fast as can be, of those within a rank's memory.
 
@@ -49,10 +53,10 @@ def balanced(job: Job) -> list[tuple[int, int]]:
 
     def penalty(number: int, start: int, end: int) -> float:
         time = sums[end] - sums[start] + (tail if end == count else 0)
-        return float((time / total) ** EVENNESS)
+        return float((time / total) ** EVENNESS + TIE * (sizes.stage(number, start, end) / sizes.most) ** EVENNESS)
 
     def within(number: int, start: int, end: int) -> float:
-        return penalty(number, start, end) if sizes.fits(number, start, end) else math.inf
+        return penalty(number, start, end) if sizes.stage(number, start, end) <= sizes.limit else math.inf
 
     # Where no cut fits, the forecast says so; these stages are still of equal time.
     return _cut(count, stages, within) or _cut(count, stages, penalty) or []
@@ -173,13 +177,16 @@ class _Sizes:
         kept = 1 + (KEPT / 2 - 1) * (1 - job.strategy.recomputed_share)
         self._of_layer = kept * half * tokens * job.spec.hidden
         self._stages, self._job = stages, job
-        self._limit = job.device.free_bytes / stages_per_rank(job) if job.device.kind == "cuda" else math.inf
+        flight = max(config.accumulation, stages)
+        self.most = job.spec.elements * self._of_element + flight * len(blocks) * self._of_layer
+        """More than any stage has."""
+        self.limit = job.device.free_bytes / stages_per_rank(job) if job.device.kind == "cuda" else math.inf
+        """What a stage has of a rank's memory."""
 
-    def fits(self, number: int, start: int, end: int) -> bool:
-        """Return whether a stage is within a rank's memory, or the share of it that a stage of several has."""
-        last = number == self._stages - 1
+    def stage(self, number: int, start: int, end: int) -> float:
+        """Return the bytes of a stage."""
         elements = self._elements[end] - self._elements[start]
-        elements += (number == 0) * self._ends[0] + last * self._ends[1]
+        elements += (number == 0) * self._ends[0] + (number == self._stages - 1) * self._ends[1]
         micro = self._job.train_config.accumulation
         flight = micro if self._job.strategy.pp_schedule == "gpipe" else min(micro, self._stages - number)
-        return elements * self._of_element + flight * (end - start) * self._of_layer <= self._limit
+        return elements * self._of_element + flight * (end - start) * self._of_layer
