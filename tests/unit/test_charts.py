@@ -21,6 +21,7 @@ from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
 from toolkit.core.display import JsonRecord, Table
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
+from toolkit.core.spans import SHADES, Span, spans, waits
 from toolkit.core.units import GiB, MiB
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -274,3 +275,22 @@ def test_a_record_declares_its_json() -> None:
     """All fields, a nested name of an attribute's attribute, and None where there is no owner."""
     expected = {"path": "/a/b", "points": [[1, 2]], "none": None, "group": {"name": "b"}, "size": None}
     assert Declared(Path("/a/b")).to_dict() == json.loads(Declared(Path("/a/b")).to_json()) == expected
+
+
+def test_a_schedule_shows_what_each_rank_does_and_why_it_waits() -> None:
+    """The first rank waits for its backward, the second one for its first micro-batch and after its last."""
+    busy = [
+        [Span(0, 0, 1, "forward", "0"), Span(0, 4, 6, "backward", "0")],
+        [Span(1, 1, 2, "forward", "0"), Span(1, 2, 4, "backward")],
+    ]
+    idle = [gap for row, own in enumerate(busy) for gap in waits(row, own, 6.0)]
+    assert {(gap.row, gap.kind, gap.begin, gap.end) for gap in idle} == {
+        (0, "waits between two", 1, 4),
+        (1, "waits for its first", 0, 1),
+        (1, "waits after its last", 4, 6),
+    }
+    image = spans(["rank 0", "rank 1"], [*busy[0], *busy[1], *idle], title="1f1b", description="Two ranks", spell=str)
+    shades = [path.get("style") or "" for path in parse(image).iter(f"{SVG}path")]
+    for kind in ("forward", "backward", *SHADES.values()):
+        assert any(COLOURS[kind] in style for style in shades)
+    assert described(image).startswith("Two ranks")

@@ -23,7 +23,7 @@ EFFICIENT_SPEED = 300e12
 
 
 def product_seconds(card: GPUSpec, work: Mapping[str, float]) -> float:
-    """Return the time of operations by kernel, whose names begin with a dtype."""
+    """Return the time of operations by kernel. A kernel's name begins with a dtype."""
     return sum(size / _sustained(card, kernel) for kernel, size in work.items())
 
 

@@ -20,7 +20,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
 from toolkit.forecasting.finished_run import read_correction
 from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
-from toolkit.forecasting.stages import Pipeline
+from toolkit.forecasting.stages import Pipeline, schedule_picture, stages_table
 from toolkit.forecasting.timing import Timing
 
 MARGIN = 0.05
@@ -222,7 +222,10 @@ class Forecast(Result):
         phases = [
             Bar(label=phase, parts={"highest total": self.phases[phase]}) for phase in PHASES if phase in self.phases
         ]
-        return (bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit))
+        pictures = [bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit)]
+        if self.pipeline and (schedule := schedule_picture(self.pipeline.to_dict())):
+            pictures.append(schedule)
+        return pictures
 
     def headline(self) -> str:
         """Return whether it fits, and why."""
@@ -260,6 +263,6 @@ class Forecast(Result):
                 notes=(f"With {', '.join(f'{name} {value}' for name, value in request.items())}.",),
             ),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
-            *([self.pipeline.table()] if self.pipeline else []),
+            *([stages_table(self.pipeline.to_dict())] if self.pipeline else []),
             Table(title="A step", columns=("figure", "value"), rows=rows, notes=self.unknown),
         ]

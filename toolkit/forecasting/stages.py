@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from toolkit.core.display import JsonRecord, Table
+from toolkit.core.spans import SHADES, Span, spans, waits
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
@@ -16,6 +18,9 @@ from toolkit.engines.pipeline.schedules import idle_share
 from toolkit.engines.played import FORWARD, Played, in_flight
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.timing import play
+
+MOST_DRAWN = 4000
+"""Actions of the longest schedule that is drawn, and written as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class Stage(JsonRecord):
     """Seconds of a micro-batch's forward; operations where the device's speed is unknown."""
     backward: float
     peak_bytes: int
-    """The allocator's peak of its rank, whose other stages count in it."""
+    """The allocator's peak of its rank, with the rank's other stages."""
     in_flight: int
     """The most micro-batches that the rank holds at once, each of its stages counted."""
     idle: float
@@ -44,7 +49,9 @@ class Stage(JsonRecord):
 class Pipeline(JsonRecord):
     """The forecast of a pipeline's stages and schedule."""
 
-    json_fields = "schedule stages fullest_rank idle_share equal_stages_idle_share slowest_over_mean"
+    json_fields = (
+        "schedule stages fullest_rank idle_share equal_stages_idle_share slowest_over_mean slots timed length actions"
+    )
 
     schedule: str
     stages: tuple[Stage, ...]
@@ -72,49 +79,84 @@ class Pipeline(JsonRecord):
         times = [stage.forward + stage.backward for stage in self.stages]
         return max(times) * len(times) / sum(times)
 
-    def table(self) -> Table:
-        """Return a row for each stage."""
-        rows = [
+    @property
+    def length(self) -> float:
+        """The time from the first forward to the last backward."""
+        return self.played.length
+
+    @property
+    def actions(self) -> list[tuple[int, str, int, int, float, float]]:
+        """Place of the rank, kind (F, B; I and W for a backward in two parts), stage, micro-batch, begin and end of each action.
+
+        Empty for a schedule of more than `MOST_DRAWN`.
+        """
+        if len(self.played.actions) > MOST_DRAWN:
+            return []
+        return [(timed.rank, *timed.action, timed.begin, timed.end) for timed in self.played.actions]
+
+
+COLUMNS = "stage rank layers weights equal_slots forward backward in_flight peak idle"
+
+
+def stages_table(pipeline: Mapping[str, Any], picture: str = "") -> Table:
+    """Return a row for each stage of a pipeline's JSON."""
+    timed, rows = pipeline["timed"], []
+    for number, stage in enumerate(pipeline["stages"]):
+        first, end = stage["layers"]
+        sizes = (format_gigabytes(stage[f"{name}_bytes"]) for name in ("weight", "unbalanced"))
+        times = (format_time(stage[name], timed) for name in ("forward", "backward"))
+        peak = format_bytes(stage["peak_bytes"]) + ", the fullest" * (stage["rank"] == pipeline["fullest_rank"])
+        rows.append(
             (
                 number,
-                stage.rank,
-                f"{stage.layers[0]}–{stage.layers[1] - 1}",
-                format_gigabytes(stage.weight_bytes),
-                format_gigabytes(stage.unbalanced_bytes),
-                self._time(stage.forward),
-                self._time(stage.backward),
-                stage.in_flight,
-                format_bytes(stage.peak_bytes) + (", the fullest" if stage.rank == self.fullest_rank else ""),
-                f"{stage.idle:.1%}",
+                stage["rank"],
+                f"{first}–{end - 1}",
+                *sizes,
+                *times,
+                stage["in_flight"],
+                peak,
+                f"{stage['idle']:.1%}",
             )
-            for number, stage in enumerate(self.stages)
-        ]
-        columns = (
-            "stage",
-            "rank",
-            "layers",
-            "weights",
-            "equal slots",
-            "forward",
-            "backward",
-            "in flight",
-            "peak",
-            "idle",
         )
-        notes = (
-            f"{self.slots} Weights are in half precision. equal slots: of as many slots on each stage, without balancing.",
-            f"Ranks wait {self.idle_share:.1%} of a step on average, by the played schedule {self.schedule}; with equal stages "
-            f"{self.equal_stages_idle_share:.1%}. The slowest stage takes {self.slowest_over_mean:.2f} of the mean.",
-        )
-        return Table(title="Stages", columns=columns, rows=rows, notes=notes)
+    notes = (
+        f"{pipeline['slots']} Weights are in half precision. equal slots: as many on each stage, without balancing.",
+        f"Ranks wait {pipeline['idle_share']:.1%} of a step on average, by the schedule {pipeline['schedule']} as played; with "
+        f"equal stages {pipeline['equal_stages_idle_share']:.1%}. The slowest stage takes {pipeline['slowest_over_mean']:.2f} of "
+        "the stages' mean time.",
+    )
+    columns = [name.replace("_", " ") for name in COLUMNS.split()]
+    return Table(title="Stages, as forecast", columns=columns, rows=rows, notes=notes, picture=picture)
 
-    def _time(self, size: float) -> str:
-        return format_step_seconds(size) if self.timed else f"{size:.3g} operations"
+
+def schedule_picture(pipeline: Mapping[str, Any]) -> str:
+    """Draw the schedule of a pipeline's JSON: a row for each rank, idle time by its cause. Empty for one that is too long."""
+    rows: dict[int, list[Span]] = {}
+    for rank, kind, _, micro, begin, end in pipeline["actions"]:
+        rows.setdefault(rank, []).append(
+            Span(rank, begin, end, "forward" if kind == FORWARD else "backward", str(micro))
+        )
+    if not rows:
+        return ""
+    times = [span for row, busy in rows.items() for span in (*busy, *waits(row, busy, pipeline["length"]))]
+    kinds = ("forward", "backward", *SHADES)
+    return spans(
+        [f"rank {stage['rank']}" for stage in pipeline["stages"][: len(rows)]],
+        sorted(times, key=lambda span: kinds.index(span.kind)),
+        title=f"Schedule {pipeline['schedule']}: ranks wait {pipeline['idle_share']:.1%} of a step",
+        description="A row for each rank; numbers are of micro-batches. Idle: "
+        + ", ".join(f"rank {stage['rank']} {stage['idle']:.1%}" for stage in pipeline["stages"][: len(rows)]),
+        spell=lambda size: format_time(size, pipeline["timed"]),
+    )
+
+
+def format_time(size: float, timed: bool) -> str:
+    """Return seconds, or operations where the device's speed is unknown."""
+    return format_step_seconds(size) if timed else f"{size:.3g} operations"
 
 
 def format_gigabytes(size: int) -> str:
     """Return a size in units of 10^9 bytes, as files and cards are sold."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def build_pipeline(

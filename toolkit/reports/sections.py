@@ -16,6 +16,7 @@ from toolkit.core.redaction import MARK, shorten
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.engines.records import STATES
 from toolkit.exporters import logits_text
+from toolkit.forecasting.stages import schedule_picture, stages_table
 from toolkit.reports.run_record import RunRecord
 from toolkit.reports.tables import (
     by_part,
@@ -252,6 +253,8 @@ def _memory(run: RunRecord) -> Section:
     tables = [by_part(forecast, measured), by_phase(forecast, measured)]
     if measured:
         tables.append(by_rank(memory))
+    if pipeline := (forecast or {}).get("pipeline"):
+        tables.append(stages_table(pipeline, schedule_picture(pipeline)))
     if run.steps:
         tables.append(by_time(forecast or {}, step_seconds(run.steps), throughput(run.steps)))
     return Section(title=title, words=" ".join(words), tables=tables)
