@@ -19,9 +19,9 @@ import runs
 
 from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
 from toolkit.core.display import JsonRecord, Table
+from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
-from toolkit.core.spans import SHADES, Span, spans, waits
 from toolkit.core.units import GiB, MiB
 
 SVG = "{http://www.w3.org/2000/svg}"

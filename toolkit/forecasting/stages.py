@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.core.display import JsonRecord, Table
-from toolkit.core.spans import SHADES, Span, spans, waits
+from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
