@@ -15,9 +15,9 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.pipeline import PipelineLoop
+from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held
 from toolkit.engines.pipeline.balance import balanced, times, unbalanced
-from toolkit.engines.pipeline.orders import orders
 from toolkit.engines.pipeline.schedules import SEVERAL, idle_share, schedule_class
 from toolkit.engines.played import in_flight, play
 from toolkit.engines.resolution import resolve

@@ -12,8 +12,8 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.balance import half_bytes, slots, unbalanced
-from toolkit.engines.pipeline.orders import orders
 from toolkit.engines.pipeline.schedules import idle_share
 from toolkit.engines.played import FORWARD, Played, in_flight
 from toolkit.engines.traces import Segment

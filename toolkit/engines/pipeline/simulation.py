@@ -11,8 +11,8 @@ from toolkit.core.units import BYTES_OF
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job
-from toolkit.engines.pipeline.orders import orders
 from toolkit.engines.played import FORWARD, INPUT, Action, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
 from toolkit.engines.simulation import Simulation, blas_workspaces
