@@ -220,6 +220,19 @@ def test_equal_stages_wait_as_the_formula_says(schedule: str, flight: list[int])
     assert slow.idle[0] < min(slow.idle[1:])
 
 
+def test_stages_that_fsdp_shards_are_whole_within_a_step() -> None:
+    """Between steps a rank holds a half; forecasts count the whole stage's parameters and gradients in the backward."""
+    spec, train_config = describe(LLAMA), TrainConfig(seq_len=64, accumulation=4)
+    alone = forecast(spec, Strategy(pp=2), "4x cpu", train_config, ranks=2)
+    shared = forecast(spec, Strategy(pp=2, sharding="fsdp"), "4x cpu", train_config, ranks=4)
+    assert alone.pipeline is not None
+    assert shared.pipeline is not None
+    assert [stage.rank for stage in shared.pipeline.stages] == [0, 2]
+    assert shared.phases["prepare"] < alone.phases["prepare"]
+    whole = 4 * sum(parameter.elements for parameter in spec.parameters) / 2
+    assert shared.phases["backward"] - shared.phases["step"] > whole
+
+
 def test_a_loop_of_the_users_own_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"tk\.forward_backward"):
         PipelineLoop().backward(None)  # type: ignore[arg-type]

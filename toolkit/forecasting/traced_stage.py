@@ -51,7 +51,7 @@ def stage_inputs(inputs: dict[str, torch.Tensor], spec: ModelSpec, config: Trace
     import torch
 
     assert config.stage is not None
-    shape, dtype = (*inputs["input_ids"].shape, spec.hidden), getattr(torch, config.trained)
+    shape, dtype = (*inputs["input_ids"].shape, spec.hidden), getattr(torch, config.weights)
     first, end = config.stage
     result = dict(inputs)
     if first:

@@ -12,8 +12,9 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
-from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job
-from toolkit.engines.played import FORWARD, INPUT, Action, Played, play
+from toolkit.engines.pipeline.anatomy import anatomy_of, held
+from toolkit.engines.pipeline.sharding import sharded
+from toolkit.engines.played import FORWARD, INPUT, WEIGHT, Action, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
 from toolkit.engines.simulation import Simulation, blas_workspaces
 from toolkit.engines.states import optimizer_bytes, parameters_of
@@ -30,18 +31,13 @@ class SimulatedPipeline(Engine):
         pp = job.parallelism.pp
         return range(0, job.ranks, job.ranks // pp)
 
-    def local_job(self, job: Job, rank: int) -> Job:
-        """Return the job of a rank's inner engine: the parameters of its stages, without this parallelism."""
-        return dataclasses.replace(
-            local_job(job, rank),
-            strategy=dataclasses.replace(job.strategy, pp=1),
-            parallelism=dataclasses.replace(job.parallelism, pp=1),
-            engine=self.inner,
-        )
+    def inside(self, job: Job, rank: int | None = None) -> tuple[Job, int]:
+        """Return the job that the inner engine answers for, and a rank of it (`Pipeline`)."""
+        raise NotImplementedError
 
     def snapshot_bytes(self, job: Job, rank: int) -> int:
         """Return the bytes of the rank's own states. Two ranks write a tied weight's, a half each."""
-        local = self.local_job(job, rank)
+        local, _ = self.inside(job, rank)
         states = [state for state in parameters_of(local) if state.trainable]
         twice = self._on_two_stages(job)
         elements = sum(state.elements // (2 if state.name in twice else 1) for state in states)
@@ -58,7 +54,7 @@ class SimulatedPipeline(Engine):
     def trace_configs(self, job: Job, *, masked: bool) -> list[TraceConfig]:
         """Return the configuration of each stage; stages of the same layers share one."""
         assert job.spec is not None
-        config = self.inner.trace_config(job, masked=masked)
+        config = self.inner.trace_config(self.inside(job)[0], masked=masked)
         kinds = layer_kinds(job)
         return [dataclasses.replace(config, stage=_first_alike(kinds, *stage)) for stage in job.settings["stages"]]
 
@@ -69,6 +65,7 @@ class SimulatedPipeline(Engine):
     def simulate_load(self, simulation: Simulation) -> None:
         """Simulate reading the whole model. On a CPU, what other ranks hold stays in the mapped file, where the dtype is kept."""
         job, ledger, own = simulation.job, simulation.ledger, simulation.state.parameters
+        own *= job.parallelism.shard_size if sharded(job) else 1  # it is sharded in `prepare`
         assert job.spec is not None
         whole = sum(state.bytes for state in parameters_of(job))
         ledger.enter("load")
@@ -76,21 +73,22 @@ class SimulatedPipeline(Engine):
             if (job.spec.config.get("dtype") or "float32") != job.kept_dtype:
                 ledger.touch("parameters", whole)
             ledger.hold("parameters", own)
-            local = self.local_job(job, simulation.rank)
-            ledger.touch(
-                "workspace", max(state.bytes for state in parameters_of(local))
-            )  # each is copied out of the file
+            largest = max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
+            ledger.touch("workspace", largest)  # it is copied out of the file
             ledger.enter("prepare")
+            ledger.hold("parameters", simulation.state.parameters - own)
         else:
             ledger.offload("parameters", whole)
             ledger.enter("prepare")
             ledger.hold("parameters", own)
             ledger.offload("parameters", -whole)
+            ledger.hold("parameters", simulation.state.parameters - own)
 
     def simulate_training(self, simulation: Simulation) -> None:
         """Simulate a step: buffers for all that is received, and every action of the rank."""
         job, ledger, rank = simulation.job, simulation.ledger, simulation.rank
-        local = dataclasses.replace(simulation, job=self.local_job(job, rank), rank=0)
+        inside, place = self.inside(job, rank)
+        local = dataclasses.replace(simulation, job=inside, rank=place)
         local.hold_moments()
         ledger.enter("forward")
         ledger.hold("workspace", blas_workspaces(job) + local.kept_snapshot)
@@ -98,7 +96,19 @@ class SimulatedPipeline(Engine):
         last, size = len(job.settings["stages"]) - 1, hidden_bytes(job)
         sides = sum((stage > 0) + (stage < last) for stage in stages)
         ledger.hold("buffers", sides * job.train_config.accumulation * size)
-        _Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages}).run(orders(job)[_place(job, rank)])
+        walk = _Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages})
+        if sharded(job):
+            # Whole in the compute dtype, from the first forward to the last backward.
+            shard = simulation.state.trainable
+            whole = shard * job.parallelism.shard_size
+            gathered = whole * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
+            ledger.hold("parameters", gathered)
+            walk.run(orders(job)[_place(job, rank)])
+            ledger.touch("workspace", max(state.bytes for state in parameters_of(inside)))
+            ledger.hold("gradients", shard - ledger.held["gradients"])
+            ledger.hold("parameters", -gathered)
+        else:
+            walk.run(orders(job)[_place(job, rank)])
         ledger.enter("step")
         trained = (state for state in parameters_of(local.job) if state.trainable)
         local.optimizer_step(self.inner.rank_elements(local.job, state) for state in trained)
@@ -116,7 +126,10 @@ class SimulatedPipeline(Engine):
         twice = self._on_two_stages(job)
         tied = sum(state.bytes for state in parameters_of(job) if state.name in twice)
         own = [Transfer(tied, 1, "nothing", "pp", "gradients of a tied weight, all-reduced by its two stages")]
-        return [*sent, *(own if tied else []), *self.inner.communication(self.local_job(job, 0))]
+        inside, _ = self.inside(job, 0)
+        if sharded(job):  # once a step, whatever the number of micro-batches
+            inside = dataclasses.replace(inside, train_config=dataclasses.replace(inside.train_config, accumulation=1))
+        return [*sent, *(own if tied else []), *self.inner.communication(inside)]
 
     def play(self, job: Job, times: Sequence[tuple[float, float]], send: float = 0.0, after: float = 0.0) -> Played:
         """Play the schedule with the times of each stage's forward and backward, as `played.play`."""
@@ -130,8 +143,17 @@ class SimulatedPipeline(Engine):
 def hidden_bytes(job: Job) -> int:
     """Return the bytes of what two stages exchange for a micro-batch."""
     assert job.spec is not None
-    config = job.train_config
-    return config.micro_batch * config.seq_len * job.spec.hidden * BYTES_OF[job.weight_dtype]
+    config, whole = job.train_config, job.strategy.adapter == "none" and not sharded(job)
+    each = BYTES_OF[job.weight_dtype if whole else job.compute_dtype]
+    return config.micro_batch * config.seq_len * job.spec.hidden * each
+
+
+def _output_bytes(job: Job, first: int, end: int) -> int:
+    """Return the bytes of the gradients of the outputs of the modules in these layers: torch keeps them from I to W."""
+    assert job.spec is not None
+    parts, rows = anatomy_of(job.spec), hidden_bytes(job) // job.spec.hidden
+    named = (parameter for parameter in job.spec.parameters if parameter.name.endswith(".weight"))
+    return rows * sum(each.shape[0] for each in named if first <= min(parts.places(each.name), default=-1) < end)
 
 
 def _place(job: Job, rank: int) -> int:
@@ -182,7 +204,10 @@ class _Walk:
         self._last, self._keeps = len(job.settings["stages"]) - 1, job.strategy.pp_schedule != "1f1b"
         self._micros = job.train_config.accumulation
         self._halves = {stage: _halves(tuple(step)) for stage, step in steps.items()}
+        self._outputs = {stage: _output_bytes(job, *job.settings["stages"][stage]) for stage in steps}
         self._backward_done: set[int] = set()
+        # FSDP2 adds gradients up in the dtype in which it reduces them.
+        self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
         self._kept = 0
 
     def run(self, order: Sequence[Action]) -> None:
@@ -193,9 +218,16 @@ class _Walk:
             if action.kind == FORWARD:
                 ledger.enter("forward")
                 ledger.walk(*forward)
-            elif action.kind != INPUT:  # of a backward in two parts, the second frees activations
+            elif (
+                action.kind == INPUT
+            ):  # the second part of a backward frees activations, and takes the outputs' gradients
+                ledger.enter("backward")
+                ledger.touch("activations", folded[0])
+                ledger.hold("activations", self._outputs[action.stage])
+            else:
                 ledger.enter("backward")
                 self._walk_backward(action, backward, folded)
+                ledger.hold("activations", -self._outputs[action.stage] if action.kind == WEIGHT else 0)
         ledger.hold("buffers", -self._kept)
 
     def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
@@ -205,7 +237,7 @@ class _Walk:
             for segment in backward:
                 self._ledger.walk(*segment[:4])
                 if segment.what == "gradient":
-                    self._ledger.hold("gradients", segment.size)
+                    self._ledger.hold("gradients", segment.size * self._wider)
             self._backward_done.add(stage)
         else:
             self._ledger.walk(*folded)
