@@ -6,10 +6,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from toolkit.core.pictures import INK, WIDTH, colour, ink_on, picture
+from toolkit.core.pictures import INK, WIDTH, ink_on, picture
 
-SHADES = {"waits for its first": "prepare", "waits between two": "save", "waits after its last": "load"}
-"""Idle time by its cause → the phase with its colour: no phase of those runs within a schedule."""
+SHADES = {
+    "forward": "#0369a1",
+    "backward": "#6d28d9",
+    "waits for its first": "#fcd34d",
+    "waits between two": "#fdba74",
+    "waits after its last": "#d6d3d1",
+}
+"""The colour of each kind of span: work is dark, and idle time pale, by its cause."""
 
 
 class Span(NamedTuple):
@@ -19,7 +25,7 @@ class Span(NamedTuple):
     begin: float
     end: float
     kind: str
-    """What it is: it has a colour, and a place in the legend."""
+    """Of `SHADES`."""
     text: str = ""
 
 
@@ -43,24 +49,20 @@ def spans(
         axes.set_yticks([row + 0.5 for row in range(len(labels))], labels, size=13, color=INK)
         axes.set_xticks([0, end], ["0", spell(end)])
         for span in times:
-            shade, wide = _shade(span.kind), span.end - span.begin
+            shade, wide = SHADES[span.kind], span.end - span.begin
             axes.barh(span.row + 0.5, wide, 0.76, span.begin, color=shade, lw=0.4, edgecolor="#ffffff")
             if span.text and wide / pixel > 7 * len(span.text) + 2:
                 middle = (span.begin + span.end) / 2
                 axes.text(middle, span.row + 0.5, span.text, ha="center", va="center", size=9, color=ink_on(shade))
 
-    legend = {kind: {"color": _shade(kind), "lw": 12} for kind in dict.fromkeys(span.kind for span in times)}
+    legend = {kind: {"color": SHADES[kind], "lw": 12} for kind in dict.fromkeys(span.kind for span in times)}
     return picture(title, description, draw, legend, (left, right), (6, 26 * len(labels), 26))
 
 
 def waits(row: int, busy: Sequence[Span], end: float) -> list[Span]:
     """Return the spans in which a row that does something waits, from 0 to `end`."""
-    first, second, third = SHADES
+    _, _, first, second, third = SHADES
     busy = sorted(busy, key=lambda span: span.begin)
     gaps = [Span(row, 0.0, busy[0].begin, first), Span(row, busy[-1].end, end, third)]
     gaps += [Span(row, one.end, other.begin, second) for one, other in itertools.pairwise(busy)]
     return [gap for gap in gaps if gap.end - gap.begin > end / 10_000]
-
-
-def _shade(kind: str) -> str:
-    return colour(SHADES.get(kind, kind))

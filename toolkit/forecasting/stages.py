@@ -138,7 +138,7 @@ def schedule_picture(pipeline: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     times = [span for row, busy in rows.items() for span in (*busy, *waits(row, busy, pipeline["length"]))]
-    kinds = ("forward", "backward", *SHADES)
+    kinds = list(SHADES)
     return spans(
         [f"rank {stage['rank']}" for stage in pipeline["stages"][: len(rows)]],
         sorted(times, key=lambda span: kinds.index(span.kind)),
