@@ -32,6 +32,8 @@ CELLS: dict[str, tuple[int, str, str, dict[str, Any], dict[str, str]]] = {
     "fsdp, lora, interleaved": (4, "lora", "llama", FSDP | LORA | INTERLEAVED, {"from": "two/step-00000002"}),
     "ddp, tied": (4, "tied", "qwen3", DDP, {"from": "four/step-00000003", "export": "ddp-exported"}),
     "tp, windows": (4, "windows", "gemma3", {"tp": 2}, {}),
+    "tp, lora": (4, "lora", "llama", LORA | {"tp": 2}, {"from": "two/step-00000002", "export": "tp-lora-exported"}),
+    "tp and ddp": (8, "tied", "qwen3", DDP | {"tp": 2}, {"from": "four/step-00000003"}),
     "tp and fsdp": (
         8,
         "tied",

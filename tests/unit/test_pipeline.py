@@ -63,11 +63,10 @@ def job(
         ({"sharding": "zero1", "ranks": 4}, ("'zero1'", "DeepSpeed", "fsdp")),
         ({"sharding": "zero2", "ranks": 4}, ("'zero2'", "every micro-batch", "fsdp")),
         ({"sharding": "zero3", "ranks": 4}, ("'zero3'", "gather every parameter", "fsdp")),
-        ({"sharding": "ddp", "tp": 2, "ranks": 8}, ("sharding 'ddp'", "tp 2", "fsdp")),
-        ({"adapter": "lora", "tp": 2, "ranks": 4}, ("adapter 'lora'", "tp 2", "adapter none")),
+        ({"adapter": "dora", "tp": 2, "ranks": 4}, ("adapter 'dora'", "tp 2", "lora")),
         (
             {"config": DENSE_FIRST, "adapter": "lora", "lora_targets": "up_proj"},
-            ("'up_proj' adapts nothing in layers 3 to 3", "all-linear"),
+            ("'up_proj' adapts nothing in layers", "to 3", "all-linear"),
         ),
         ({"adapter": "qlora"}, ("adapter 'qlora'", "packed weights", "lora")),
         ({"precision": "fp16"}, ("precision 'fp16'", "loss scale", "bf16")),

@@ -110,8 +110,8 @@ class Runtime:
         for parameter in self.trained:
             if parameter.grad is None:  # of an expert without tokens, say, and other replicas may have some
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= size
-            waits.append(dist.all_reduce(parameter.grad, group=self._replicas, async_op=True))
+            local = local_tensor(parameter.grad).div_(size)
+            waits.append(dist.all_reduce(local, group=self._replicas, async_op=True))
         for wait in waits:
             wait.wait()
 
