@@ -94,7 +94,7 @@ def test_colours_are_told_apart(cones: str) -> None:
     assert min(near.values()) > 29, min(near, key=lambda pair: near[pair])
 
 
-@pytest.mark.parametrize("shade", {*COLOURS.values(), *SERIES.values(), *OTHERS})
+@pytest.mark.parametrize("shade", sorted({*COLOURS.values(), *SERIES.values(), *OTHERS}))
 def test_contrasts(shade: str) -> None:
     """3:1 of a part or a line against the ground, 4.5:1 of the text on it."""
     assert 1.05 / (luminance(shade) + 0.05) >= 3
