@@ -71,7 +71,7 @@ def test_an_input_is_given_back_once_and_masks_stay() -> None:
     assert hidden.grad is not None
     assert (hidden.grad == 50).all()
     assert len(set(sent)) == 1
-    with pytest.raises(RuntimeError, match="one backward for each forward"):
+    with pytest.raises(StrategyError, match="one backward for each forward"):
         loss.backward()
 
 

@@ -316,12 +316,12 @@ def test_a_stage_fits_a_rank_where_a_cut_does() -> None:
         hidden_size=1024, num_hidden_layers=16, num_attention_heads=16, intermediate_size=2752, vocab_size=64_000
     )
     made = job(config, pp=4, on="4x L4", seq_len=2048)
-    small = dataclasses.replace(made.device, free_bytes=1_800_000_000)
+    small = dataclasses.replace(made.device, total_bytes=1_800_000_000)
     assert made.spec is not None
     within = resolve(made.strategy, made.train_config, made.spec, 4, small)
     assert within.settings["stages"][0][1] < made.settings["stages"][0][1]
     assert slowest(within) > slowest(made)
-    nothing = resolve(made.strategy, made.train_config, made.spec, 4, dataclasses.replace(small, free_bytes=1_000))
+    nothing = resolve(made.strategy, made.train_config, made.spec, 4, dataclasses.replace(small, total_bytes=1_000))
     assert nothing.settings["stages"] == made.settings["stages"]
 
 

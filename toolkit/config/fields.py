@@ -50,7 +50,7 @@ def check_value(owner: type[Any], name: str, value: Any) -> None:
     about: Mapping[str, Any] = owner.__dataclass_fields__[name].metadata
     if value is None and optional:
         return
-    if choices := about.get("values"):
+    if choices := tuple(about.get("values") or ()):
         later = about["later"]
         if value not in choices or str(value).endswith("K"):
             pattern = re.sub(r"[1-9]\d+|[2-9]", "K", str(value), count=1)

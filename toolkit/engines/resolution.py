@@ -186,10 +186,14 @@ def check_model(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec |
             f"unquantized ones. {choice} its unquantized base{f', {base}' if base != spec.name else ''}."
         )
     if spec.max_positions is not None and train_config.seq_len > spec.max_positions:
-        rope = spec.config.get("rope_parameters") or spec.config.get("text_config", {}).get("rope_parameters")
+        rope = spec.config.get("rope_parameters")
+        # Others scale them already, or by kinds of layers; Phi-3 reads yarn as its own longrope.
+        plain = (
+            isinstance(rope, dict) and rope.get("rope_type") == "default" and spec.config.get("model_type") != "phi3"
+        )
         raise StrategyError(
             f"seq_len {train_config.seq_len} is over the limit of {spec.name}: {spec.max_positions} positions. "
-            f"Choose --seq-len {spec.max_positions} or less{_longer(train_config.seq_len, spec) if rope else ''}."
+            f"Choose --seq-len {spec.max_positions} or less{_longer(train_config.seq_len, spec) if plain else ''}."
         )
 
 

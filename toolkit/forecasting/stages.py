@@ -14,7 +14,6 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.balance import half_bytes, slots, unbalanced
-from toolkit.engines.pipeline.schedules import idle_share
 from toolkit.engines.played import FORWARD, Played, in_flight
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.timing import play
@@ -178,6 +177,7 @@ def build_pipeline(
     for timed in played.actions:
         if timed.action.micro == 0:  # a backward may come in two parts
             times[timed.action.stage, timed.action.kind == FORWARD] += timed.end - timed.begin
+    equal = job.engine.play(job, [(1.0, 2.0)] * len(cuts))
     held, bare, own = half_bytes(job.spec, cuts), half_bytes(job.spec, unbalanced(job.spec, len(cuts))), orders(job)
     stages = tuple(
         Stage(
@@ -197,7 +197,7 @@ def build_pipeline(
     return Pipeline(
         schedule=job.strategy.pp_schedule,
         stages=stages,
-        equal_stages_idle_share=idle_share(job),
+        equal_stages_idle_share=equal.idle_share if equal is not None else 0.0,
         slots=f"{len(blocks) + 2} slots: {len(blocks)} blocks of {format_gigabytes(max(blocks))}, the embedding with "
         f"{format_gigabytes(embedding)}, the head with {format_gigabytes(head)}.",
         timed=job.device.card is not None,

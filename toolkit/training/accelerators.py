@@ -14,6 +14,7 @@ from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
 from toolkit.engines.base import engine_environment
 from toolkit.engines.job import Job
+from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import patched
 from toolkit.exporters.state_dict import whole_state_dict
@@ -98,6 +99,8 @@ class AuditedPrepare(OwnLoop):
                 "a DataLoader with batch_size=None gives rows, and Accelerate divides batches among the ranks. Give batch_size=1, "
                 "with a collate_fn that returns the row."
             )
+        if self.job.parallelism.dp_size != self.num_processes:
+            _draw_alike(data_loader)
         with self._rows_by_data_rank():
             loader = super().prepare_data_loader(data_loader, *args, **options)
         if name := epoch_order.follow(loader):
@@ -257,3 +260,13 @@ def _refuse_no_sync(sharding: str) -> NoReturn:
     raise StrategyError(
         f"model.no_sync() does not exist under sharding {sharding!r}. Write accelerator.no_sync(model), which every sharding has."
     )
+
+
+def _draw_alike(loader: Any) -> None:
+    """Let all ranks draw the order of rows that rank 0 draws: Accelerate does it for data-parallel ranks alone. A collective."""
+    import torch
+
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, torch.utils.data.RandomSampler):
+        generator = sampler.generator or torch.Generator().manual_seed(torch.initial_seed())
+        sampler.generator = generator.set_state(from_main(generator.get_state()))

@@ -25,7 +25,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import read_events, write_json
-from toolkit.core.errors import is_out_of_memory
+from toolkit.core.errors import StrategyMismatch, is_out_of_memory
 from toolkit.core.phases import phase
 from toolkit.core.stopping import StopSignal
 from toolkit.data import eval_batches, spell_samples
@@ -45,6 +45,7 @@ from toolkit.training.checkpoint_policy import CheckpointPolicy, is_due
 from toolkit.training.metrics import StepLog, evaluate
 from toolkit.training.preflight import PREPARED, run_preflight, versions, with_forecast
 from toolkit.training.preparation import Audit, audit
+from toolkit.training.replicas import differing_replicas
 from toolkit.training.resumption import (
     check_not_repeated,
     commit_attempt,
@@ -325,6 +326,11 @@ class RankRun:
         self.window.step_done(step.step)
         if self._audit is None and not step.skipped:
             self._audit = audit(prepared, gradients=step.gradients)
+        elif step.step == self.start + 2 and (wrong := differing_replicas(prepared)):
+            # An adapter's first half has no gradient in the first step.
+            raise StrategyMismatch(
+                f"after step {step.step}: {'; '.join(wrong)}. Expected equal ones: please report it."
+            )
         if self.config.tracker:
             self.accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.prediction import forecast_job
 from toolkit.models import ModelSpec, describe
-from toolkit.models.files import SAFETENSORS_DTYPES
+from toolkit.models.files import SAFETENSORS_DTYPES, first_line
 from toolkit.training.small_run import OTHERS, SAID
 
 STEPS = 3
@@ -170,6 +171,8 @@ def _run_child(request: Mapping[str, Any]) -> dict[str, Any]:
     if ended.returncode:
         lines = ended.stderr.splitlines() or ["its process was ended, perhaps for lack of memory"]
         why = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), lines[-1]).rstrip(". ")
+        if ended.returncode < 0:
+            why = f"its process was ended by {signal.Signals(-ended.returncode).name}, perhaps for lack of memory"
         raise ToolkitError(f"rehearse: rank {request['rank']} of {request['ranks']} did not run: {why}.")
     answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return answer
@@ -281,6 +284,6 @@ def main(parent: int) -> None:
             write_zeros(folder, request["config"])
             answer = _measure(folder, request)
         except Exception as error:
-            print(f"{SAID}{str(error).splitlines()[0]} ({type(error).__name__})", file=sys.stderr)
+            print(f"{SAID}{first_line(error)} ({type(error).__name__})", file=sys.stderr)
             raise
     print(json.dumps(answer))

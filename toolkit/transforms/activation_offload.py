@@ -30,6 +30,11 @@ class ActivationOffload(Transform):
             raise StrategyError(
                 "activation_offload does not run with compile: its copies would break the graphs. Leave out one of the two."
             )
+        if job.spec is not None and not job.spec.checkpointed:
+            raise StrategyError(
+                f"activation_offload needs layers that are recomputed, and {job.spec.architecture} has no activation "
+                "checkpointing. Leave out --activation-offload."
+            )
         if not job.strategy.recomputed_share or policy in ("attention", "selective"):
             raise StrategyError(
                 f"activation_offload needs layers that keep their inputs alone, and activation_checkpointing {policy!r} keeps "
@@ -44,7 +49,13 @@ class ActivationOffload(Transform):
         return model
 
     def host_bytes(self, job: Job) -> int:
-        return 0 if job.device.kind == "cpu" else int(_kept(job))
+        pp, micros = job.strategy.pp, job.train_config.accumulation
+        flight = min(micros, pp) if job.strategy.pp_schedule != "gpipe" else micros
+        if job.device.kind == "cpu":
+            return 0
+        # Pinned memory comes in powers of two (ATen/core/CachingHostAllocator.h).
+        layers = job.strategy.recomputed_share * cast("ModelSpec", job.spec).layers / pp
+        return int(layers * (flight if pp > 1 else 1) * (1 << (int(_kept(job) / layers) - 1).bit_length()))
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return each layer's input, once to the host in the forward and once back in the backward."""
@@ -65,7 +76,7 @@ def _kept(job: Job) -> float:
     spec, config = cast("ModelSpec", job.spec), job.train_config
     tokens = config.micro_batch * config.seq_len // job.strategy.cp
     each = BYTES_OF[job.weight_dtype if job.engine.autocast_dtype(job) else job.compute_dtype]
-    return job.strategy.recomputed_share * spec.layers * tokens * spec.hidden * each
+    return job.strategy.recomputed_share * spec.layers / job.strategy.pp * tokens * spec.hidden * each
 
 
 class Slot:
@@ -115,14 +126,18 @@ class Host:
     def send(self, shape: torch.Size, tensor: torch.Tensor) -> Any:
         """Copy a tensor of this shape to the host while the device goes on. Others, such as masks, stay: layers share them."""
         import torch
+        from torch._subclasses import FakeTensor
 
         if tensor.shape != shape:
             return tensor
         slot = self._last = Slot(tensor, self._last)
         if tensor.device.type != "cuda":
-            slot.waits = tensor.clone() if self._kind == "cpu" else None
+            traced = self._kind == "cuda" and isinstance(tensor, FakeTensor)
+            slot.waits = None if traced else tensor.clone()
             return slot
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if (tensor.shape, tensor.dtype) not in self._free:
+            self._free.clear()  # rows of other lengths would each keep a set of buffers
         kept = self._free.setdefault((tensor.shape, tensor.dtype), [])
         slot.waits = kept.pop() if kept else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -138,7 +153,9 @@ class Host:
         if not isinstance(slot, Slot):
             return cast("torch.Tensor", slot)
         if slot.done:
-            raise RuntimeError("activation_offload has one backward for each forward.")
+            raise StrategyError(
+                "activation_offload has one backward for each forward. Add the losses, and call the backward once, or leave it out."
+            )
         self._copy_back(slot)
         if slot.previous is not None and not slot.previous.done:
             self._copy_back(slot.previous)
@@ -162,5 +179,6 @@ class Host:
             slot.back = torch.empty(slot.shape, **slot.like)
             slot.back.copy_(waits, non_blocking=True)
             slot.copied = self._stream.record_event()
-        self._free[waits.shape, waits.dtype].append(waits)
+        if (waits.shape, waits.dtype) in self._free:
+            self._free[waits.shape, waits.dtype].append(waits)
         slot.waits = None

@@ -86,6 +86,7 @@ def _dropped(dropout: Any, width: int, mesh: Any) -> Callable[[torch.Tensor], to
         if not dropout.training:
             return x
         kept = torch.empty((*x.shape[:-1], width), dtype=torch.bool, device=x.device).bernoulli_(1 - dropout.p)
-        return x * kept.narrow(-1, first, x.shape[-1]).to(x.dtype).div_(1 - dropout.p)
+        dropped: torch.Tensor = torch.where(kept.narrow(-1, first, x.shape[-1]), x, 0)
+        return dropped * float(1 / (1 - dropout.p))
 
     return forward

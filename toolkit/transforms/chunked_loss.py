@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ROWS = 128
 """Tokens of a chunk on a CPU. With 512 head and loss are a fifth faster, but small batches take more memory than whole logits."""
 
+ADDED = 256
+"""Rows of a weight's gradient in bf16 that are added at once on a CPU."""
+
 WHOLE_ONLY = ("chameleon", "inkling", "inkling2", "prophetnet", "blenderbot", "blenderbot-small", "m2m_100", "nllb-moe")
 """Models that change single logits, call the head for several tokens ahead, or make the decoder's input from labels themselves."""
 
@@ -172,7 +175,11 @@ class ChunkedHead:
             if db is not None:
                 db[0].add_(torch.sum(logits, 0, out=db[1]))
             if product is not None and dw is not None:
-                dw.add_(torch.mm(slope.t(), given, out=product))
+                torch.mm(slope.t(), given, out=product)
+                # A CPU adds another dtype by way of an fp32 copy, so a few rows at a time.
+                step = ADDED if rows == ROWS else part
+                for start_row in range(0, part, step):
+                    dw[start_row : start_row + step].add_(product[start_row : start_row + step])
             elif dw is not None:
                 torch.addmm(dw, slope.t(), given, out=dw)
             if needs[0]:

@@ -46,6 +46,7 @@ class Mesh(Engine):
     """
 
     broadcasts_buffers = False
+    needs_every_gradient = False
     after_prepare, after_restore = Engine.after_prepare, Engine.after_restore  # no model is wrapped in DDP
 
     def __init__(self, inner: Engine, *, sharded: bool) -> None:

@@ -61,6 +61,11 @@ def refuse(job: Job) -> None:
             f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
             f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
         )
+    if strategy.sharding == "ddp" and strategy.unused_parameters != "refuse":
+        raise StrategyError(
+            f"unused_parameters {strategy.unused_parameters!r} does not run with tp {tp} and sharding 'ddp': gradients are "
+            "averaged once a step, on all ranks. Leave it out, or choose sharding 'fsdp'."
+        )
     for name, count, reasons in (("ep", ep, _unsplit_experts), ("tp", tp, _unsupported_reasons)):
         if job.spec is not None and count > 1 and (reason := next(reasons(job.spec, job.parallelism), None)):
             raise StrategyError(f"{name} {count} does not run {job.spec.architecture}: {reason}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.config.strategy import Strategy
-from toolkit.core.errors import StrategyError
+from toolkit.core.errors import StrategyError, StrategyMismatch
 from toolkit.engines.base import Engine, read_precision
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import scale_gradients, total_norm
@@ -18,7 +18,7 @@ from toolkit.engines.pipeline.anatomy import anatomy_of, held, local_job, name_i
 from toolkit.engines.pipeline.balance import balanced
 from toolkit.engines.pipeline.runtime import RUNTIMES, Runtime
 from toolkit.engines.pipeline.schedules import check_adapted, idle_share, refuse, stages_per_rank
-from toolkit.engines.pipeline.sharding import MESH, bare, make_mesh, shard_stages, sharded, tie
+from toolkit.engines.pipeline.sharding import MESH, bare, make_mesh, shard_stages, sharded, spread, tie
 from toolkit.engines.pipeline.simulation import SimulatedPipeline
 from toolkit.engines.pipeline.stages import drop
 from toolkit.engines.records import Prepared, StateMemory
@@ -64,8 +64,9 @@ class PipelineLoop:
 
 def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
     raise StrategyError(
-        "no rank of a pipeline holds the whole model, so neither a loop of your own nor `generate` can call it. Write "
-        "tk.forward_backward(accelerator, model, batches), generate from the export, or choose --pp 1."
+        "no rank of a pipeline holds the whole model, so neither a loop of your own nor `generate` can call it. Train with "
+        "tk.forward_backward(accelerator, model, batches), evaluate with tk.evaluate(tk.prepared(accelerator, (model, "
+        "optimizer)), loader), generate from the export, or choose --pp 1."
     )
 
 
@@ -143,7 +144,9 @@ class Pipeline(SimulatedPipeline):
 
     def compute_note(self, job: Job) -> str:
         """Add the schedule, the share of a step that a rank waits, and what is whole within a step."""
-        about = f"{job.parallelism.pp} stages by {job.strategy.pp_schedule}, idle share {idle_share(job):.0%} with equal stages"
+        about = f"{job.parallelism.pp} stages by {job.strategy.pp_schedule}"
+        if job.strategy.pp_schedule != "zero_bubble":
+            about += f", idle share {idle_share(job):.0%} with equal stages"
         return "; ".join(filter(None, (self.inner.compute_note(self.inside(job)[0]), about, self.within_step(job))))
 
     def within_step(self, job: Job) -> str:
@@ -189,11 +192,33 @@ class Pipeline(SimulatedPipeline):
                 f"prepare got a {type(model).__name__} that is not cut into the stages of pp {job.parallelism.pp}. Make the "
                 "Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
             )
+        spread(job, model)
         if sharded(job):
             shard_stages(job, model)
 
     def after_prepare(self, prepared: Prepared) -> None:
-        """Cut the stages. The whole model's own forward is no longer of use. A collective."""
+        """Cut the stages. The whole model's own forward is no longer of use. A collective.
+
+        Raises:
+            StrategyError: for a stage without a trained parameter, on every rank.
+            StrategyMismatch: where ranks know other stages.
+        """
+        from accelerate.utils import gather_object
+
+        job = prepared.job
+        trains = any(each.requires_grad and not each.is_meta for each in prepared.model.parameters())
+        everywhere = gather_object(
+            [(job.coordinates(prepared.accelerator.process_index).pp, trains, job.settings["stages"])]
+        )
+        if any(stages != job.settings["stages"] for *_, stages in everywhere):
+            raise StrategyMismatch(
+                f"pp {job.parallelism.pp}: ranks cut the model differently. Give all ranks equal devices."
+            )
+        if idle := sorted({place for place, trains, _ in everywhere if not trains}):
+            raise StrategyError(
+                f"pp {job.parallelism.pp}: nothing is trained on rank {idle[0]} of the pipeline, so it has no backward. Train a "
+                "parameter of each stage, or choose --pp 1."
+            )
         vars(prepared.model)[RUNTIME] = Runtime(prepared)
         prepared.model.forward = _refuse_call
 

@@ -172,7 +172,8 @@ class _Sizes:
         self._elements, self._ends = elements, (before // 2, after // 2)
         weight, config = BYTES_OF[job.weight_dtype], job.train_config
         moments = sum(BYTES_OF[state.dtype or job.weight_dtype] for state in job.optimizer.states)
-        self._of_element = 2 * weight + moments  # weight and gradient
+        own = 2 * weight + moments if job.strategy.adapter == "none" else BYTES_OF[job.compute_dtype]
+        self._of_element = own / job.parallelism.tp  # weight, gradient and moments; frozen ones have the first alone
         tokens, half = config.micro_batch * config.seq_len, BYTES_OF[job.compute_dtype]
         kept = 1 + (KEPT / 2 - 1) * (1 - job.strategy.recomputed_share)
         self._of_layer = kept * half * tokens * job.spec.hidden
@@ -180,7 +181,7 @@ class _Sizes:
         flight = max(config.accumulation, stages)
         self.most = job.spec.elements * self._of_element + flight * len(blocks) * self._of_layer
         """More than any stage has."""
-        self.limit = job.device.free_bytes / stages_per_rank(job) if job.device.kind == "cuda" else math.inf
+        self.limit = job.device.total_bytes / stages_per_rank(job) if job.device.kind == "cuda" else math.inf
         """What a stage has of a rank's memory."""
 
     def stage(self, number: int, start: int, end: int) -> float:

@@ -72,6 +72,9 @@ class Runtime:
         import torch
         import torch.distributed as dist
 
+        before = [each.grad for each in self.tied]  # of an earlier call before the same step: summed already
+        for each in self.tied:
+            each.grad = None
         for stage in self.stages:
             stage.module.train(training)
             stage.batches, stage.sums = list(batches), []
@@ -87,12 +90,14 @@ class Runtime:
             self._weight = None
             self._average()
             parameter: Any
-            for parameter in self.tied:
+            for parameter, earlier in zip(self.tied, before, strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 if hasattr(parameter, "placements"):  # DTensor leaves an embedding's gradient whole
                     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
                 dist.all_reduce(local_tensor(parameter.grad), group=self._ends)
+                if earlier is not None:
+                    parameter.grad += earlier
         for stage in self.stages:
             stage.batches = []
         if self.is_last:
@@ -125,7 +130,7 @@ class Runtime:
         if len(shapes) > 1:
             raise DataError(
                 f"the micro-batches of a step have shapes {', '.join(map(str, sorted(shapes)))}: a pipeline's stages exchange "
-                "tensors of one shape. Give rows of one length."
+                "tensors of one shape. Give rows of one length, and as many in each batch (drop_last=True)."
             )
         key = (len(batches), *next(iter(shapes)))
         if key not in self._schedules:

@@ -55,6 +55,19 @@ def shard_stages(job: Job, model: nn.Module) -> None:
     tie(job, base, mesh.get_rank())
 
 
+def spread(job: Job, model: nn.Module) -> None:
+    """Give all ranks of a stage the values of its first one: a script may have written into one of them. A collective."""
+    import torch.distributed as dist
+
+    mesh = getattr(bare(model), MESH)
+    for name in _dimensions(mesh):
+        group = mesh[name].get_group()
+        first = dist.get_process_group_ranks(group)[0]
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                dist.broadcast(getattr(parameter.data, "_local_tensor", parameter.data), src=first, group=group)
+
+
 def as_root(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make a stage's module, which has no parameter of its own, the root of the sharded ones inside: torch's schedules take it."""
     from torch.distributed.fsdp import fully_shard

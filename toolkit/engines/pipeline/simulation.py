@@ -102,6 +102,7 @@ class SimulatedPipeline(Engine):
             shard = simulation.state.trainable
             whole = shard * job.parallelism.shard_size
             gathered = whole * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
+            gathered += simulation.state.frozen * job.parallelism.shard_size
             ledger.hold("parameters", gathered)
             walk.run(orders(job)[_place(job, rank)])
             ledger.touch("workspace", max(state.bytes for state in parameters_of(inside)))
@@ -127,9 +128,11 @@ class SimulatedPipeline(Engine):
         tied = sum(state.bytes for state in parameters_of(job) if state.name in twice)
         own = [Transfer(tied, 1, "nothing", "pp", "gradients of a tied weight, all-reduced by its two stages")]
         inside, _ = self.inside(job, 0)
-        if sharded(job):  # once a step, whatever the number of micro-batches
-            inside = dataclasses.replace(inside, train_config=dataclasses.replace(inside.train_config, accumulation=1))
-        return [*sent, *(own if tied else []), *self.inner.communication(inside)]
+        once = dataclasses.replace(inside, train_config=dataclasses.replace(inside.train_config, accumulation=1))
+        # Over data-parallel ranks once a step, before the first forward or after the last backward; within tp in each micro-batch.
+        over_data = [each for each in self.inner.communication(once) if each.link in ("ring", "replicas")]
+        within = [each for each in self.inner.communication(inside) if each.link not in ("ring", "replicas")]
+        return [*sent, *(own if tied else []), *(each._replace(overlaps="nothing") for each in over_data), *within]
 
     def play(self, job: Job, times: Sequence[tuple[float, float]], send: float = 0.0, after: float = 0.0) -> Played:
         """Play the schedule with the times of each stage's forward and backward, as `played.play`."""
