@@ -192,9 +192,10 @@ class Pipeline(SimulatedPipeline):
                 f"prepare got a {type(model).__name__} that is not cut into the stages of pp {job.parallelism.pp}. Make the "
                 "Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
             )
-        spread(job, model)
         if sharded(job):
             shard_stages(job, model)
+        else:
+            spread(job, model)
 
     def after_prepare(self, prepared: Prepared) -> None:
         """Cut the stages. The whole model's own forward is no longer of use. A collective.
