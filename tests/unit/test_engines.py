@@ -21,6 +21,7 @@ from toolkit.config.strategy import Strategy, catalog
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
+from toolkit.engines.base import engine_environment
 from toolkit.engines.deepspeed.simulation import _Buckets
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
 from toolkit.engines.fsdp.simulation import _groups
@@ -187,6 +188,31 @@ def test_accelerate_launch_sets_in_a_worker_what_the_strategy_says(
     # Precisions that Accelerate cannot spell are written "no", which binds nothing.
     assert ("precision" in bound) == (precision == "bf16")
     assert Strategy(**{**bound, "precision": precision}) == strategy
+
+
+def test_a_parallelism_config_is_read_and_kept_from_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {"WORLD_SIZE": "4"}
+    monkeypatch.setattr(launch, "multi_gpu_launcher", lambda a: environ.update(launch.prepare_multi_gpu_env(a)))
+    content = engine_for("fsdp").to_yaml(Strategy(sharding="fsdp"), 4, 1)
+
+    def launched(**sizes: int) -> dict[str, str]:
+        degrees = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump({**content, "parallelism_config": degrees}))
+        launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"]))
+        return environ
+
+    asked = agree({}, launched(tp=2, cp=1))
+    assert (asked.sharding, asked.tp, asked.cp) == ("fsdp", 2, 1)
+    assert agree({}, launched(tp=1, cp=2)).cp == 2
+    with pytest.raises(StrategyError, match="tp 4 was requested, but the Accelerate launch environment has 2"):
+        agree({"tp": 4}, launched(tp=2, cp=1))
+    with pytest.raises(StrategyError, match="parallelism_config_sp_size 2: DeepSpeed"):
+        agree({}, launched(tp=1, cp=1, sp=2))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with engine_environment(resolve(Strategy(), TrainConfig(), None, 1, CPU)):
+        assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
 
 
 ZERO3 = {

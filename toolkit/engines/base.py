@@ -344,7 +344,9 @@ def engine_environment(job: Job) -> Iterator[None]:
     """Set the variables that an engine's libraries read, and restore `os.environ` later: Accelerate writes into it, too."""
     before = dict(os.environ)
     try:
-        for name, value in job.engine.environment(job).items():
+        # The job has the degrees of a `parallelism_config`, and Accelerate would shard by them again.
+        variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": None, **job.engine.environment(job)}
+        for name, value in variables.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         yield
     finally:

@@ -252,7 +252,7 @@ def launched(environ: Mapping[str, str], requested: Mapping[str, Any] | None = N
 
     The engine of the requested sharding and degrees reads the environment first: another may be launched in the same way.
     """
-    launched_strategy: dict[str, Any] = json.loads(environ.get(STRATEGY, "{}"))
+    launched_strategy: dict[str, Any] = _degrees(environ) | json.loads(environ.get(STRATEGY, "{}"))
     fields = {"tp": 1, "cp": 1, "ep": 1, "pp": 1} | launched_strategy | dict(requested or {})
     sharding, degrees = fields.get("sharding"), [fields[name] for name in ("tp", "ep", "pp")]
     first = [engine_for(sharding or "none", *degrees)] if sharding or max(degrees) > 1 else []
@@ -263,6 +263,23 @@ def launched(environ: Mapping[str, str], requested: Mapping[str, Any] | None = N
                 bound["sharding"] = "none"  # the ranks of a sequence are launched as those of DDP
             return {**launched_strategy, **bound}
     return launched_strategy
+
+
+def _degrees(environ: Mapping[str, str]) -> dict[str, int]:
+    """Return the degrees of an Accelerate config's `parallelism_config`.
+
+    Raises:
+        StrategyError: for `parallelism_config_sp_size`, which is DeepSpeed's.
+    """
+    if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return {}
+    sizes = {name: int(environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in ("tp", "cp", "sp")}
+    if sizes["sp"] > 1:
+        raise StrategyError(
+            f"parallelism_config_sp_size {sizes['sp']}: DeepSpeed's sequence parallelism is not run here. Write "
+            f"parallelism_config_cp_size: {sizes['sp']}, or --cp {sizes['sp']}: its heads are exchanged, too."
+        )
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def agree(
