@@ -137,6 +137,13 @@ def test_steps_of_other_rows_are_compared_by_their_tokens(spec: ModelSpec) -> No
     assert "it sends more" in said
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "shown"), [(256, 4_194_304, "–"), (0, 5, "–"), (4, 2, "0.50"), (2, 2000, "1000.00")]
+)
+def test_a_ratio_of_next_to_nothing_is_not_told(one: int, other: int, shown: str) -> None:
+    assert Difference(what="sent", one=one, other=other, unit="bytes").cells[-1] == shown
+
+
 def test_an_adapter_trains_less(spec: ModelSpec) -> None:
     whole = ask(spec, sharding="zero3")
     job = resolve(tk.Strategy(sharding="zero3", adapter="lora"), LOOP, spec, 2, whole.hardware.device)

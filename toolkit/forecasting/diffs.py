@@ -63,7 +63,9 @@ class Difference(JsonRecord):
     def cells(self) -> tuple[str, ...]:
         """Both with their unit, and the ratio, for a table."""
         values = ("–" if value is None else SPELL[self.unit](value) for value in (self.one, self.other))
-        return self.what, *values, "–" if self.ratio is None else f"{self.ratio:.2f}"
+        # Of next to nothing a ratio says nothing.
+        told = self.ratio is not None and 0.001 <= self.ratio <= 1000
+        return self.what, *values, f"{self.ratio:.2f}" if told else "–"
 
 
 @dataclass(frozen=True, kw_only=True)
