@@ -27,7 +27,7 @@ from toolkit.core.glossary import glossary_terms
 from toolkit.core.phases import PHASES
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Forecast, trace_cache
-from toolkit.forecasting.diffs import ForecastDiff, diff_forecasts
+from toolkit.forecasting.diffs import Difference, ForecastDiff, diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import Timeline, timeline
 from toolkit.models import ModelSpec

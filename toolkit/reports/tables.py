@@ -56,8 +56,9 @@ def spell_bytes(size: float | None) -> str:
 
 
 def ratio(expected: float | None, measured: float | None) -> str:
-    """Return the forecast as a multiple of the measurement."""
-    return f"{expected / measured:.2f}x" if expected and measured else "–"
+    """Return the forecast as a multiple of the measurement; a dash where one of the two is next to nothing."""
+    told = expected and measured and 0.001 <= expected / measured <= 1000
+    return f"{expected / measured:.2f}x" if told and expected and measured else "–"
 
 
 def by_part(forecast: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> Table:
