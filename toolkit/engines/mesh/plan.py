@@ -66,9 +66,23 @@ def refuse(job: Job) -> None:
             f"unused_parameters {strategy.unused_parameters!r} does not run with tp {tp} and sharding 'ddp': gradients are "
             "averaged once a step, on all ranks. Leave it out, or choose sharding 'fsdp'."
         )
+    if job.spec is not None and tp > 1 and strategy.adapter == "none":
+        _refuse_empty_parts(job, job.spec)
     for name, count, reasons in (("ep", ep, _unsplit_experts), ("tp", tp, _unsupported_reasons)):
         if job.spec is not None and count > 1 and (reason := next(reasons(job.spec, job.parallelism), None)):
             raise StrategyError(f"{name} {count} does not run {job.spec.architecture}: {reason}")
+
+
+def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
+    """Refuse more ranks than the rows of a matrix that tp and FSDP both divide: transformers reads no empty part of one."""
+    tp, ranks, plan = job.parallelism.tp, job.parallelism.dp_shard, plan_of(spec, job.parallelism)
+    rows = {each.name: ceil_div(each.shape[0], tp) for each in spec.parameters if split_dimension(each, plan) == 0}
+    name = min(rows, key=rows.__getitem__, default="")
+    if name and ceil_div(rows[name], ranks) * (ranks - 1) >= rows[name]:
+        raise StrategyError(
+            f"tp {tp} with sharding {job.strategy.sharding!r}: {name} has {rows[name]} rows on a tp rank, fewer than its {ranks} "
+            "data-parallel ranks can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
+        )
 
 
 def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
