@@ -1,6 +1,6 @@
 """Ranks of many rehearsed alone, beside their forecast: the forecast's judge at 64 to 1,024 ranks.
 
-    python benchmarks/rehearsals.py            # 24 cells; results into benchmarks/results/rehearsals.json and .md
+    python benchmarks/rehearsals.py            # 22 cells; results into benchmarks/results/rehearsals.json and .md
     python benchmarks/rehearsals.py --smoke    # one cell
 
 Each cell is a model's shape, a strategy, a number of ranks and one of them. The results are written after each cell; a second call
@@ -26,13 +26,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**WIDE, "num_key_value_heads": 4, "vocab_size": 16_384},
     "qwen3": {**WIDE, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16_384, "tie_word_embeddings": True},
     "gpt_neox": {**WIDE, "vocab_size": 16_384},
-    "mixtral": {
-        **WIDE,
-        "intermediate_size": 1408,
-        "num_key_value_heads": 4,
-        "num_local_experts": 4,
-        "vocab_size": 16_384,
-    },
 }
 """Model types, and values of their configs: wide enough that a rank of 1,024 holds a row of each matrix."""
 
@@ -61,8 +54,6 @@ CELLS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("gpt_neox", 256, 11, {"sharding": "fsdp", **BF16}),
     ("gpt_neox", 64, 12, {"sharding": "fsdp_grad_op", **PLAIN}),
     ("gpt_neox", 64, 13, {"sharding": "fsdp", "tp": 2}),
-    ("mixtral", 64, 20, {"sharding": "fsdp", **BF16}),
-    ("mixtral", 256, 21, {"sharding": "fsdp", "loss": "chunked"}),
 ]
 
 

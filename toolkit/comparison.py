@@ -114,7 +114,9 @@ def _with_ratio(measured: int, expected: int | None) -> str:
     """Return measured bytes, and the forecast as a multiple of them."""
     if not measured:
         return "–"
-    return format_bytes(measured) + (f" x {expected / measured:.2f}" if expected and expected <= 1000 * measured else "")
+    return format_bytes(measured) + (
+        f" x {expected / measured:.2f}" if expected and expected <= 1000 * measured else ""
+    )
 
 
 @by_name

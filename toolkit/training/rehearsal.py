@@ -107,7 +107,7 @@ def rehearse(
 
     Args:
         model: a Hub id, a folder, or what `describe` returned. No weights are read.
-        strategy: with `none` or of the FSDP family, with `tp` and `cp`.
+        strategy: with `none` or of the FSDP family, with `tp` or `cp`.
         train_config: batch and lengths.
         ranks: of the planned run.
         rank: which of them, from 0.
@@ -138,9 +138,10 @@ def _refuse(job: Job, rank: int) -> None:
         raise StrategyError("rehearse: one rank has no others to leave out. Train it: `toolkit train --steps 3`.")
     if why:
         raise StrategyError(f"rehearse: sharding {strategy.sharding!r} has no rehearsal: {why}. Choose fsdp.")
-    if strategy.ep > 1:
+    if job.spec is not None and job.spec.moe is not None:
         raise StrategyError(
-            "rehearse: which experts get tokens depends on values, which a rehearsal lacks. Leave out --ep."
+            f"rehearse: which experts of {job.spec.architecture} get tokens depends on values, which a rehearsal lacks. Give a dense "
+            "model."
         )
     if strategy.pp > 1:
         raise StrategyError("rehearse: a stage waits for what the one before it sends. Leave out --pp.")
