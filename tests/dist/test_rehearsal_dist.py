@@ -72,3 +72,16 @@ def test_what_has_no_rehearsal_is_refused(
 ) -> None:
     with pytest.raises(StrategyError, match=words):
         rehearse(spec, Strategy(**strategy), BATCH, ranks=ranks, rank=rank)
+
+
+def test_a_mixture_has_no_rehearsal(tmp_path: Path) -> None:
+    mixture = describe(str(tiny.mixtral(tmp_path / "mixtral")))
+    with pytest.raises(StrategyError, match=r"which experts of MixtralForCausalLM get tokens depends on values"):
+        rehearse(mixture, Strategy(sharding="fsdp"), BATCH, ranks=8)
+
+
+def test_more_ranks_than_rows_under_tp_are_refused(spec: ModelSpec) -> None:
+    with pytest.raises(
+        StrategyError, match=r"k_proj\.weight has 64 rows on a tp rank, fewer than its 128 data-parallel ranks"
+    ):
+        rehearse(spec, Strategy(sharding="fsdp", tp=2), BATCH, ranks=256)

@@ -140,8 +140,8 @@ def _refuse(job: Job, rank: int) -> None:
         raise StrategyError(f"rehearse: sharding {strategy.sharding!r} has no rehearsal: {why}. Choose fsdp.")
     if job.spec is not None and job.spec.moe is not None:
         raise StrategyError(
-            f"rehearse: which experts of {job.spec.architecture} get tokens depends on values, which a rehearsal lacks. Give a dense "
-            "model."
+            f"rehearse: which experts of {job.spec.architecture} get tokens depends on values, which a rehearsal lacks. Give a "
+            "dense model."
         )
     if strategy.pp > 1:
         raise StrategyError("rehearse: a stage waits for what the one before it sends. Leave out --pp.")
