@@ -66,7 +66,7 @@ def refuse(job: Job) -> None:
             f"unused_parameters {strategy.unused_parameters!r} does not run with tp {tp} and sharding 'ddp': gradients are "
             "averaged once a step, on all ranks. Leave it out, or choose sharding 'fsdp'."
         )
-    if job.spec is not None and tp > 1 and strategy.adapter == "none":
+    if job.spec is not None and tp > 1 and strategy.adapter == "none":  # with one, FSDP divides what has been read
         _refuse_empty_parts(job, job.spec)
     for name, count, reasons in (("ep", ep, _unsplit_experts), ("tp", tp, _unsupported_reasons)):
         if job.spec is not None and count > 1 and (reason := next(reasons(job.spec, job.parallelism), None)):
@@ -76,7 +76,7 @@ def refuse(job: Job) -> None:
 def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
     """Refuse more ranks than the rows of a matrix that tp and FSDP both divide: transformers reads no empty part of one."""
     tp, ranks, plan = job.parallelism.tp, job.parallelism.dp_shard, plan_of(spec, job.parallelism)
-    rows = {each.name: ceil_div(each.shape[0], tp) for each in spec.parameters if split_dimension(each, plan) == 0}
+    rows = {each.name: ceil_div(each.shape[0], tp) for each in spec.parameters if style_of(each.name, plan) in COLWISE}
     name = min(rows, key=rows.__getitem__, default="")
     if name and ceil_div(rows[name], ranks) * (ranks - 1) >= rows[name]:
         raise StrategyError(
