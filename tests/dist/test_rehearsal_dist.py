@@ -52,8 +52,11 @@ def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: P
     python("-m", "toolkit.cli", "train", *given, *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
     real = json.loads((tmp_path / "run" / "memory.json").read_text())["measured"]["per_rank"][1]["phases"]
     alone = rehearse(spec, Strategy(sharding="fsdp", loss="whole"), BATCH, ranks=2, rank=1).phases
-    for name in ("forward", "backward", "step"):
+    for name in ("forward", "step"):
         assert alone[name] == pytest.approx(real[name], rel=0.02), name
+    # A real rank may hold gloo's copy of a group's gradients a moment longer: at most the head's.
+    head = 4 * WIDE["vocab_size"] * WIDE["hidden_size"]
+    assert real["backward"] - head <= alone["backward"] <= 1.02 * real["backward"]
 
 
 @pytest.mark.parametrize(
