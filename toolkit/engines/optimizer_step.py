@@ -12,7 +12,7 @@ from toolkit.core.units import dtype_name
 from toolkit.engines.gradients import check_gradients
 from toolkit.engines.job import Job
 from toolkit.engines.records import Counters, Prepared, StepResult
-from toolkit.engines.states import set_steps, steps_of
+from toolkit.engines.states import local_tensor, set_steps, steps_of
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,19 @@ def scale_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit
     if math.isfinite(limit):
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for gradient in gradients:
-            getattr(gradient, "_local_tensor", gradient).mul_(factor)
+            local_tensor(gradient).mul_(factor)
+
+
+def average_gradients(gradients: Iterable[torch.Tensor], group: Any) -> None:
+    """Average gradients in place over the ranks of a group, all at once. A collective."""
+    import torch.distributed as dist
+
+    waiting = []
+    for gradient in gradients:
+        local = local_tensor(gradient).div_(dist.get_world_size(group))
+        waiting.append(dist.all_reduce(local, group=group, async_op=True))
+    for each in waiting:
+        each.wait()
 
 
 def loss_scaler(job: Job) -> list[Any]:

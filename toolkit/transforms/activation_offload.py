@@ -49,19 +49,18 @@ class ActivationOffload(Transform):
         return model
 
     def host_bytes(self, job: Job) -> int:
-        pp, micros = job.strategy.pp, job.train_config.accumulation
-        flight = min(micros, pp) if job.strategy.pp_schedule != "gpipe" else micros
         if job.device.kind == "cpu":
             return 0
+        pp, micros = job.strategy.pp, job.train_config.accumulation
+        flight = 1 if pp == 1 else micros if job.strategy.pp_schedule == "gpipe" else min(micros, pp)
         # Pinned memory comes in powers of two (ATen/core/CachingHostAllocator.h).
-        layers = job.strategy.recomputed_share * cast("ModelSpec", job.spec).layers / pp
-        return int(layers * (flight if pp > 1 else 1) * (1 << (int(_kept(job) / layers) - 1).bit_length()))
+        return int(_layers(job) * flight * (1 << (_input_bytes(job) - 1).bit_length()))
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return each layer's input, once to the host in the forward and once back in the backward."""
         if job.device.kind == "cpu":
             return []
-        micros, size = job.train_config.accumulation, _kept(job)
+        micros, size = job.train_config.accumulation, _layers(job) * _input_bytes(job)
         return [
             Transfer(size, micros, "forward", "host", "layers' inputs, to the host"),
             Transfer(size, micros, "backward", "host", "layers' inputs, from the host"),
@@ -71,12 +70,17 @@ class ActivationOffload(Transform):
 register_transform(ActivationOffload())
 
 
-def _kept(job: Job) -> float:
-    """Return the bytes of a micro-batch that a rank's layers keep. Under autocast they are in the weights' dtype."""
+def _layers(job: Job) -> float:
+    """Return how many recomputed layers a rank has."""
+    return job.strategy.recomputed_share * cast("ModelSpec", job.spec).layers / job.strategy.pp
+
+
+def _input_bytes(job: Job) -> int:
+    """Return the bytes of a layer's input, of one micro-batch. Under autocast it is in the weights' dtype."""
     spec, config = cast("ModelSpec", job.spec), job.train_config
     tokens = config.micro_batch * config.seq_len // job.strategy.cp
     each = BYTES_OF[job.weight_dtype if job.engine.autocast_dtype(job) else job.compute_dtype]
-    return job.strategy.recomputed_share * spec.layers / job.strategy.pp * tokens * spec.hidden * each
+    return tokens * spec.hidden * each
 
 
 class Slot:

@@ -24,7 +24,7 @@ from toolkit.engines.mesh.plan import (
     transfers,
 )
 from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
-from toolkit.engines.optimizer_step import scale_gradients, total_norm
+from toolkit.engines.optimizer_step import average_gradients, scale_gradients, total_norm
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
@@ -232,7 +232,7 @@ class Mesh(Engine):
         """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once. Under `ddp` average before."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._replicas is not None:
-            _average(gradients, self._replicas)
+            average_gradients(gradients, self._replicas)
         norm = total_norm(gradients)
         scale_gradients(gradients, norm, limit)
         return norm
@@ -259,18 +259,6 @@ class Mesh(Engine):
                 parameter._local_tensor = parameter._local_tensor.clone()
         if shared:
             group_heads(model, job.spec, job.parallelism)
-
-
-def _average(gradients: Sequence[Any], group: Any) -> None:
-    """Average gradients over the ranks of a group. Those that are equal already stay as they are."""
-    import torch.distributed as dist
-
-    waiting = []
-    for gradient in gradients:
-        local = getattr(gradient, "_local_tensor", gradient).div_(dist.get_world_size(group))
-        waiting.append(dist.all_reduce(local, group=group, async_op=True))
-    for each in waiting:
-        each.wait()
 
 
 def parts_of(tensor: Any, group: str) -> int:

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from toolkit.core.errors import DataError
 from toolkit.core.phases import phase
+from toolkit.engines.optimizer_step import average_gradients
 from toolkit.engines.pipeline.anatomy import anatomy_of, held
 from toolkit.engines.pipeline.schedules import SEVERAL, schedule_class
 from toolkit.engines.pipeline.sharding import MESH, bare
@@ -107,18 +108,13 @@ class Runtime:
     def _average(self) -> None:
         """Average gradients over replicas. FSDP has done so."""
         import torch
-        import torch.distributed as dist
 
         if self._replicas is None:
             return
-        size, waits = self._replicas.size(), []
         for parameter in self.trained:
             if parameter.grad is None:  # of an expert without tokens, say, and other replicas may have some
                 parameter.grad = torch.zeros_like(parameter)
-            local = local_tensor(parameter.grad).div_(size)
-            waits.append(dist.all_reduce(local, group=self._replicas, async_op=True))
-        for wait in waits:
-            wait.wait()
+        average_gradients([parameter.grad for parameter in self.trained], self._replicas)
 
     def _schedule(self, batches: Sequence[Mapping[str, Any]], weight: Callable[[], torch.Tensor]) -> Any:
         """Return the schedule of a step with micro-batches of this shape, made once.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.parallelism import ORDER
 from toolkit.engines.job import Job
 from toolkit.engines.pipeline.anatomy import anatomy_of, name_in_spec, places_of
+from toolkit.engines.states import local_tensor
 from toolkit.models.hf_loading import set_tensor
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def spread(job: Job, model: nn.Module) -> None:
         first = dist.get_process_group_ranks(group)[0]
         for parameter in model.parameters():
             if not parameter.is_meta:
-                dist.broadcast(getattr(parameter.data, "_local_tensor", parameter.data), src=first, group=group)
+                dist.broadcast(local_tensor(parameter.data), src=first, group=group)
 
 
 def as_root(module: nn.Module, mesh: DeviceMesh) -> None:
