@@ -78,9 +78,8 @@ def _layers(job: Job) -> float:
 def _input_bytes(job: Job) -> int:
     """Return the bytes of a layer's input, of one micro-batch. Under autocast it is in the weights' dtype."""
     spec, config = cast("ModelSpec", job.spec), job.train_config
-    tokens = config.micro_batch * config.seq_len // job.strategy.cp
-    each = BYTES_OF[job.weight_dtype if job.engine.autocast_dtype(job) else job.compute_dtype]
-    return tokens * spec.hidden * each
+    dtype = job.weight_dtype if job.engine.autocast_dtype(job) else job.compute_dtype
+    return config.micro_batch * config.seq_len // job.strategy.cp * spec.hidden * BYTES_OF[dtype]
 
 
 class Slot:
