@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -237,9 +237,8 @@ class Mesh(Engine):
         scale_gradients(gradients, norm, limit)
         return norm
 
-    def split(self, job: Job, model: Any, mesh: Any) -> None:
-        """Split the weights of a loaded model over a `tp` mesh: for a pipeline, which leaves others' on the meta device."""
-        from torch.distributed.tensor import DTensor
+    def split(self, job: Job, model: Any, mesh: Any, names: Collection[str]) -> None:
+        """Split the parameters of these names over a `tp` mesh before they are read: those of a pipeline's stage."""
         from transformers.distributed import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -247,16 +246,13 @@ class Mesh(Engine):
         register_summed()
         shared = register_shared(job.spec, job.parallelism)
         plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan=shared or None))
-        modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+        modules = dict(model.named_modules())
 
         def is_held(name: str) -> bool:
-            own = [parameters[name]] if name in parameters else modules[name].parameters(recurse=False)
-            return not any(parameter.is_meta for parameter in own)
+            own = modules[name].named_parameters(recurse=False) if name in modules else ()
+            return all(f"{name}.{leaf}" in names for leaf, _ in own) if name in modules else name in names
 
         apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if is_held(name)})
-        for parameter in model.parameters():
-            if isinstance(parameter, DTensor):  # a view would keep the whole weight
-                parameter._local_tensor = parameter._local_tensor.clone()
         if shared:
             group_heads(model, job.spec, job.parallelism)
 
