@@ -172,9 +172,29 @@ def test_a_rank_holds_its_share_of_the_activations(packed: bool) -> None:
 def test_transfers() -> None:
     """Two layers of 4 heads and 2 key heads of 16, 64 tokens of 4 rows, forward, recomputation and backward."""
     own = 4 * 32 * 16 * 4
-    for fields, heads in (({}, (2 * 4 + 2 * 2) / 2), ({"cp_attention": "gather"}, 2 * 2)):
+    for fields, heads, half in (
+        ({}, (2 * 4 + 2 * 2) / 2, (2 * 2 + 2 * 2) / 2),
+        ({"cp_attention": "gather"}, 2 * 2, 2 * 1),
+    ):
         (transfer,) = [each for each in job(**fields).communication() if each.link == "cp"]
         assert transfer.size == 3 * 2 * heads * own
         assert transfer.times == 1
-        (half,) = [each for each in job(tp=2, **fields).communication() if each.link == "cp"]
-        assert half.size == transfer.size / 2
+        (transfer,) = [each for each in job(tp=2, **fields).communication() if each.link == "cp"]
+        assert transfer.size == 3 * 2 * half * own
+
+
+@pytest.mark.parametrize("fields", [{"cp": 4}, {"cp": 2}, {"cp": 4, "cp_attention": "gather"}])
+def test_the_transfers_are_those_of_the_forward(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of its recomputation; the backward sends as much once more. Four ranks share two heads of keys."""
+    made, sent = job(**fields), []
+    exchange = context_parallel._all_to_all
+
+    def counted(parts: torch.Tensor, group: Any) -> torch.Tensor:
+        sent.append(parts.numel() * parts.element_size() * (len(parts) - 1) / len(parts))
+        return exchange(parts, group)
+
+    monkeypatch.setattr(context_parallel, "_all_to_all", counted)
+    assert made.spec is not None
+    trace(made.spec, made.engine.trace_config(made, masked=False), batch=made.train_config.micro_batch, seq_len=64)
+    (transfer,) = [each for each in made.communication() if each.link == "cp"]
+    assert transfer.size == 3 / 2 * sum(sent)

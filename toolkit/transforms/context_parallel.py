@@ -8,6 +8,7 @@ each micro-batch, through the model's keyword arguments, so recomputation in the
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -127,10 +128,10 @@ class ContextParallel(Transform):
         key_heads = spec.config.get("num_key_value_heads") or spec.heads
         size = spec.config.get("head_dim") or spec.hidden // spec.heads
         tokens = config.micro_batch * ceil_div(config.seq_len, cp)
-        heads, key_heads = spec.heads / job.strategy.tp, max(1, key_heads / job.strategy.tp)
+        heads, key_heads = spec.heads // job.strategy.tp, max(1, key_heads // job.strategy.tp)
         # Ulysses sends all but its own share of queries, keys, values and outputs; gather its keys and values to all others.
         ulysses = attention_kind(job) == "ulysses"
-        sent = (2 * heads + 2 * key_heads) / cp if ulysses else 2 * key_heads
+        sent = 2 * (heads + math.lcm(key_heads, cp)) / cp if ulysses else 2 * key_heads
         layer = sent * (cp - 1) * tokens * size * BYTES_OF[job.compute_dtype]
         passes = 2 + job.strategy.recomputed_share
         what = "heads, exchanged" if ulysses else "keys and values, gathered"
@@ -278,8 +279,8 @@ def _attention(
     kwargs.pop("position_ids", None)
     exchanges = rows.kind == "ulysses"
     if exchanges:
-        if key.shape[1] % rows.group.size():
-            repeats = query.shape[1] // key.shape[1]
+        repeats = rows.group.size() // math.gcd(key.shape[1], rows.group.size())
+        if repeats > 1:  # fewer heads of keys than ranks
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
         query, key, value = (_exchange(each, rows.group) for each in (query, key, value))
     else:
