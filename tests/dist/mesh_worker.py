@@ -64,6 +64,14 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
         for columns in loader(vocab, 0, steps, 0, 1, accumulation=1)
         for row in range(ROWS)
     ]
+    refused = []
+    sizes = ours.job.parallelism
+    if sizes.dp_size < sizes.ranks:
+        others = [{name: column[None] + accelerator.process_index for name, column in rows[0].items()}]
+        try:
+            forward_backward(accelerator, ours.model, others * config.accumulation)
+        except ToolkitError as error:
+            refused.append(str(error))
     batches = iter(accelerator.prepare(DataLoader(rows, batch_size=config.micro_batch)))
     while micro_batches := list(itertools.islice(batches, config.accumulation)):
         loss = forward_backward(accelerator, ours.model, micro_batches)
@@ -72,7 +80,6 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
         ours.optimizer.zero_grad()
         schedule.scheduler.step()
         taken.append([float(loss), float(norm)])
-    refused = []
     row = {name: column[None].to(accelerator.device) for name, column in rows[0].items()}
     calls = {
         "pp": [
