@@ -49,10 +49,11 @@ class TraceConfig:
     @property
     def ranks(self) -> int:
         """Ranks that the trace communicates with."""
-        own = max(self.tp, self.ep)
-        if self.job is None:
-            return own
-        return max([own, *(transform.ranks(self.job) for transform in self.job.transforms)])
+        ranks = max(self.tp, self.ep)
+        if self.job is not None:
+            for transform in self.job.transforms:
+                ranks *= transform.ranks(self.job)
+        return ranks
 
 
 def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:

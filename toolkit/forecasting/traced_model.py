@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -172,10 +171,11 @@ def fake_mesh(config: TraceConfig) -> Iterator[Any]:
         if config.tp == config.ep == 1:
             yield None
             return
-        shape = (max(1, config.ep // config.tp), config.tp)
-        dense = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
-        experts = init_device_mesh("cpu", (math.prod(shape) // config.ep, config.ep), mesh_dim_names=("efsdp", "ep"))
-        yield TransformersDeviceMesh(dense, experts)
+        dense, experts = (config.ranks // config.tp, config.tp), (config.ranks // config.ep, config.ep)
+        yield TransformersDeviceMesh(
+            init_device_mesh("cpu", dense, mesh_dim_names=("fsdp", "tp")),
+            init_device_mesh("cpu", experts, mesh_dim_names=("efsdp", "ep")),
+        )
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

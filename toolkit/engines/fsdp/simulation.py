@@ -56,7 +56,8 @@ class FSDPForecast(Engine):
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return the bytes of states that a rank holds. Parameters are padded to equal parts, moments are not."""
-        place, trained = job.coordinates(rank).dp_shard, [state for state in parameters_of(job) if state.trainable]
+        own, trained = job.coordinates(rank), [state for state in parameters_of(job) if state.trainable]
+        place = own.dp_shard * job.parallelism.cp + own.cp
         elements = sum(shard_elements(state, shard_ranks(job, state.name), place) for state in trained)
         return replace(super().expected_state(job, rank), optimizer=optimizer_bytes(job, elements))
 

@@ -142,7 +142,7 @@ class Mesh(Engine):
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return the inner engine's over local shapes, and those of the tensor- and expert-parallel groups."""
-        local, ranks = local_job(job), job.parallelism.dp_size
+        local, ranks = local_job(job), job.parallelism.loss_size
         inner = self.inner.communication(local)
         if not self.sharded and ranks > 1:
             size = 2 * (ranks - 1) / ranks * trained_elements(local) * BYTES_OF[job.weight_dtype]
@@ -176,14 +176,16 @@ class Mesh(Engine):
         assert job.spec is not None
         register_summed()
         sizes, later = job.parallelism, self._shards_later(job)
-        dense = {"tp_size": sizes.tp, "fsdp_size": sizes.dp_shard, "dp_replicate_size": sizes.dp_replicate}
+        # Ranks of one sequence hold the same part, or a shard each, like those of other rows.
+        shards, copies = (sizes.shard_size, sizes.dp_replicate) if self.sharded else (1, sizes.loss_size)
+        dense = {"tp_size": sizes.tp, "fsdp_size": shards, "dp_replicate_size": copies}
         shared = register_shared(job.spec, sizes)
         config = DistributedConfig(**dense, ep_size=sizes.ep, tp_plan=shared or None)
         shard = partial(_fully_shard, job) if self.sharded and not later else lambda model, *_: model
         with patched(mixin, apply_fully_sharded_data_parallelism=shard):
             model = reader.read(distributed_config=config)
         mesh = model._mesh_manager
-        self._replicas = None if self.sharded or sizes.dp_size == 1 else mesh.get_mesh("dp_replicate").get_group()
+        self._replicas = None if self.sharded or copies == 1 else mesh.get_mesh("dp_replicate").get_group()
         if shared:
             group_heads(model, job.spec, sizes)
         # Saving would gather the model once more, which the export has done.
@@ -304,6 +306,6 @@ def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mappi
             experts = fully_shard(
                 model.get_submodule(name), reshard_after_forward=job.settings["reshard_after_forward"], **options
             )
-            experts.set_gradient_divide_factor(float(job.parallelism.dp_size))
+            experts.set_gradient_divide_factor(float(job.parallelism.loss_size))
             if options["mesh"].size(-1) > 1:
                 experts.set_force_sum_reduction_for_comms(True)

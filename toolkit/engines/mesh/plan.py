@@ -56,7 +56,7 @@ def refuse(job: Job) -> None:
             raise StrategyError(
                 f"{name} {value!r} does not run with {degree} {size} yet. Choose {name} {' or '.join(choices)}, or --{degree} 1."
             )
-    if strategy.sharding != "none" and job.parallelism.dp_size < 2:
+    if strategy.sharding != "none" and job.parallelism.loss_size < 2:
         raise StrategyError(
             f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
             f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
@@ -75,13 +75,13 @@ def refuse(job: Job) -> None:
 
 def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
     """Refuse more ranks than the rows of a matrix that tp and FSDP both divide: transformers reads no empty part of one."""
-    tp, ranks, plan = job.parallelism.tp, job.parallelism.dp_shard, plan_of(spec, job.parallelism)
+    tp, ranks, plan = job.parallelism.tp, job.parallelism.shard_size, plan_of(spec, job.parallelism)
     rows = {each.name: ceil_div(each.shape[0], tp) for each in spec.parameters if style_of(each.name, plan) in COLWISE}
     name = min(rows, key=rows.__getitem__, default="")
     if name and ceil_div(rows[name], ranks) * (ranks - 1) >= rows[name]:
         raise StrategyError(
             f"tp {tp} with sharding {job.strategy.sharding!r}: {name} has {rows[name]} rows on a tp rank, fewer than its {ranks} "
-            "data-parallel ranks can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
+            "ranks of FSDP can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
         )
 
 
@@ -188,7 +188,7 @@ def local_job(job: Job, rank: int = 0) -> Job:
 
     Under `ddp` as one process that shares its checkpoints with the others: this engine averages the gradients.
     """
-    data = {} if job.engine.sharded else {"dp_replicate": 1, "tp": job.parallelism.dp_size}  # type: ignore[attr-defined]
+    data = {} if job.engine.sharded else {"dp_replicate": 1, "cp": 1, "tp": job.parallelism.loss_size}  # type: ignore[attr-defined]
     spec = None if job.spec is None else _local_spec(job.spec, job.parallelism, job.coordinates(rank).tp)
     return dataclasses.replace(
         job,
@@ -220,7 +220,7 @@ def experts_apart(job: Job) -> dict[str, int]:
     sizes = job.parallelism
     if job.spec is None or sizes.ep == 1:
         return {}
-    ranks = sizes.dp_shard * sizes.tp // sizes.ep
+    ranks = sizes.shard_size * sizes.tp // sizes.ep
     return {name: ranks for name, style in job.spec.ep_plan.items() if style == "ep_dispatch_experts"}
 
 
@@ -239,7 +239,8 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     spec, sizes = job.spec, job.parallelism
     tp, ep, plan = sizes.tp, sizes.ep, plan_of(job.spec, sizes) if job.spec else {}
     assert spec is not None
-    tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
+    tokens = job.train_config.micro_batch * ceil_div(job.train_config.seq_len, sizes.cp)
+    compute = BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 1 + job.strategy.recomputed_share
     summed = gathered = backward = 0.0
