@@ -122,6 +122,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             saver.save(step.step)
         if step.step == cell["upto"]:
             break
+    hooks = (hook for module in ours.model.modules() for hook in module._forward_pre_hooks.values())
+    assert not any("ExpertLoad" in getattr(hook, "__qualname__", "") for hook in hooks), "the loop has ended"
     if saver:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))

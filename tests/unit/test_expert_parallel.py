@@ -64,7 +64,8 @@ def job_of(config: Any = None, ranks: int = 4, spec: ModelSpec | None = None, **
         ({"ep": 8, "ranks": 8}, ("8 does not divide its 4 experts", "--ep 2")),
         ({"sharding": "none", "ranks": 2}, ("ep 2 with sharding 'none' needs tp 2", "--tp 2")),
         *(({"sharding": word}, (f"sharding '{word}'", "ep 2", "fsdp")) for word in ("ddp", "zero1", "zero2", "zero3")),
-        *(({"adapter": word}, (f"adapter '{word}'", "ep 2", "adapter none")) for word in ("lora", "dora", "qlora")),
+        *(({"adapter": word}, (f"adapter '{word}'", "ep 2", "adapter none")) for word in ("dora", "qlora")),
+        ({"adapter": "lora", "lora_targets": "gate_up_proj"}, ("lora_targets 'gate_up_proj'", "q_proj")),
         ({"precision": "fp16"}, ("precision 'fp16'", "ep 2", "bf16")),
         ({"offload": "cpu"}, ("offload 'cpu'", "ep 2", "offload none")),
         ({"compile": True}, ("compile", "ep 2")),
@@ -77,7 +78,7 @@ def test_refusals_name_value_and_fix(words: dict[str, Any], parts: tuple[str, ..
         job_of(**words)
     text = str(refused.value)
     assert [part for part in parts if part not in text] == []
-    assert "Choose" in text or "Leave out" in text
+    assert "Choose" in text or "Leave out" in text or "Known" in text
 
 
 @pytest.mark.parametrize(

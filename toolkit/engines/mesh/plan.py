@@ -12,7 +12,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
-from toolkit.engines.states import State, adapted
+from toolkit.engines.states import State, adapted, generic_name
 from toolkit.models import ModelSpec, Parameter
 from toolkit.models.varlen import DROPOUTS
 
@@ -37,7 +37,7 @@ SUPPORTED = {
     "precision": ("bf16", "fp32", "bf16_pure"),
 }
 """The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes."""
-WITHOUT_EXPERTS = {"sharding": "ddp", "adapter": "lora"}
+WITHOUT_EXPERTS = ("ddp",)
 """Those that do not run with expert parallelism."""
 
 
@@ -50,7 +50,7 @@ def refuse(job: Job) -> None:
     strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
     degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
     for name, values in SUPPORTED.items():
-        choices = [each for each in values if ep == 1 or each != WITHOUT_EXPERTS.get(name)]
+        choices = [each for each in values if ep == 1 or each not in WITHOUT_EXPERTS]
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
@@ -134,7 +134,7 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the plan's style of a parameter, by its own name or its module's; None where it is replicated."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer.", "."))
+    generic = generic_name(name)
     return plan.get(generic) or plan.get(generic.rpartition(".")[0])
 
 
