@@ -234,7 +234,8 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
 
     An all-reduce sends 2 (N - 1)/N of a tensor, an all-gather (N - 1)/N. Under autocast the embedding's sum and the
     gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers. An exchange of tokens sends
-    (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced.
+    (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced. All wait for the
+    rank with the most tokens.
     """
     spec, sizes = job.spec, job.parallelism
     tp, ep, plan = sizes.tp, sizes.ep, plan_of(job.spec, sizes) if job.spec else {}
@@ -281,7 +282,7 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     names = (parameter.name for parameter in spec.parameters)
     routed = len({name.rpartition(".")[0] for name in names if style_of(name, plan) == EXPERTS})
     rows = (1 + repeated) * routed * tokens * spec.hidden * compute
-    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp
+    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp * job.expert_imbalance
     experts = [
         Transfer(exchanged, micro, "nothing", "ep", "tokens, exchanged in the ep group"),
         Transfer(share * rows, micro, "nothing", "tp", "experts' outputs, all-gathered in the tp group"),
