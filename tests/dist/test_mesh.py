@@ -115,7 +115,7 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> N
     ("model", "words"),
     [
         ("deep llama", ("--processes", "2")),
-        ("deep qwen3", ("--processes", "4", "--sharding", "fsdp", "--save-every", "1")),
+        ("deep qwen3", ("--processes", "4", "--sharding", "fsdp", "--save-every", "1", "--tp-sequence")),
     ],
 )
 def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words: tuple[str, ...]) -> None:

@@ -30,6 +30,9 @@ EXPERTS = "grouped_gemm"
 ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
 """The name of a half of an adapter: its module, and which one."""
 
+PART = re.compile(r"(.+\.\d+\.[^.]+)\.")
+"""The part of a layer that a parameter is in."""
+
 SUPPORTED = {
     "sharding": ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
     "adapter": ("none", "lora"),
@@ -243,10 +246,15 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 1 + job.strategy.recomputed_share
-    summed = gathered = backward = 0.0
+    summed = gathered = backward = scattered = 0.0
+    inputs: dict[str, float] = {}
     for name, shape in _weights(spec):
-        style = style_of(name, plan)
-        if style in ROWWISE:
+        style, part = style_of(name, plan), PART.match(name) if job.strategy.tp_sequence else None
+        if part and style in COLWISE:
+            inputs[part[1]] = tokens * shape[1] * widest
+        elif part and style in ROWWISE:
+            scattered += (repeated + 1) * tokens * shape[0] * compute
+        elif style in ROWWISE:
             summed += repeated * tokens * shape[0] * compute
             gathered += tokens * shape[1] * compute if style != ROWWISE[0] else 0  # gradients of the whole input
         elif style == "embedding_rowwise":
@@ -271,11 +279,17 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
             summed += repeated * tokens * rank * compute
         elif style is not None:  # the half that is split is gathered
             gathered += repeated * rank * shape[0 if style in COLWISE else 1] * widest
+    if inputs:  # the stream is split once and gathered once, too
+        scattered += (repeated + 1) * sum(inputs.values()) + 2 * tokens * spec.hidden * widest
     share, micro = (tp - 1) / tp, job.train_config.accumulation
     dense = [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
         Transfer(share * gathered, micro, "nothing", "tp", "whole outputs, all-gathered in the tp group"),
         Transfer(2 * share * backward, micro, "nothing", "tp", "activations' gradients, all-reduced in the tp group"),
+        *(
+            [Transfer(share * scattered, micro, "nothing", "tp", "tokens, gathered and scattered in the tp group")]
+            * bool(inputs)
+        ),
     ]
     if spec.moe is None or ep == 1:
         return dense
