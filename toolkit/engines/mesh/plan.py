@@ -240,9 +240,9 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced. All wait for the
     rank with the most tokens.
     """
-    spec, sizes = job.spec, job.parallelism
-    tp, ep, plan = sizes.tp, sizes.ep, plan_of(job.spec, sizes) if job.spec else {}
+    spec, tp = job.spec, job.parallelism.tp
     assert spec is not None
+    plan = plan_of(spec, job.parallelism)
     tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 1 + job.strategy.recomputed_share
@@ -286,22 +286,27 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
         Transfer(share * gathered, micro, "nothing", "tp", "whole outputs, all-gathered in the tp group"),
         Transfer(2 * share * backward, micro, "nothing", "tp", "activations' gradients, all-reduced in the tp group"),
-        *(
-            [Transfer(share * scattered, micro, "nothing", "tp", "tokens, gathered and scattered in the tp group")]
-            * bool(inputs)
-        ),
     ]
-    if spec.moe is None or ep == 1:
-        return dense
+    if inputs:
+        dense.append(
+            Transfer(share * scattered, micro, "nothing", "tp", "tokens, gathered and scattered in the tp group")
+        )
     names = (parameter.name for parameter in spec.parameters)
     routed = len({name.rpartition(".")[0] for name in names if style_of(name, plan) == EXPERTS})
-    rows = (1 + repeated) * routed * tokens * spec.hidden * compute
-    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp * job.expert_imbalance
-    experts = [
-        Transfer(exchanged, micro, "nothing", "ep", "tokens, exchanged in the ep group"),
-        Transfer(share * rows, micro, "nothing", "tp", "experts' outputs, all-gathered in the tp group"),
-    ]
+    experts = _expert_transfers(job, spec, (1 + repeated) * routed * tokens * spec.hidden * compute)
     return [*dense, *experts] if tp > 1 else experts[:1]
+
+
+def _expert_transfers(job: Job, spec: ModelSpec, rows: float) -> list[Transfer]:
+    """Return what experts exchange; `rows`: bytes of the tokens before all of them, in all passes."""
+    tp, ep, micro = job.parallelism.tp, job.parallelism.ep, job.train_config.accumulation
+    if spec.moe is None or ep == 1:
+        return []
+    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp * job.expert_imbalance
+    return [
+        Transfer(exchanged, micro, "nothing", "ep", "tokens, exchanged in the ep group"),
+        Transfer((tp - 1) / tp * rows, micro, "nothing", "tp", "experts' outputs, all-gathered in the tp group"),
+    ]
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
