@@ -52,11 +52,17 @@ def forecast(flags: argparse.Namespace) -> Result:
 
     strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
+    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized", "expert_imbalance")}
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
     open_fields = {"sharding", "tp", "ep", "pp", "offload", "dp_replicate"}.isdisjoint(given(flags, Strategy))
-    if open_fields and not flags.against and flags.processes is None and machine.ranks > 1:
+    if (
+        open_fields
+        and flags.expert_imbalance == 1
+        and not flags.against
+        and flags.processes is None
+        and machine.ranks > 1
+    ):
         return side_by_side(spec, strategy, machine, train_config, **options)
     if not flags.against:
         return forecast(spec, strategy, machine, train_config, **options)

@@ -229,6 +229,9 @@ class Strategy(Result):
     compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, --ep, qlora")
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
+    tp_sequence: bool = amount(
+        False, "between the products of a layer, each rank of a tp group holds a part of the tokens", needs="tp"
+    )
     cp: int = amount(1, "context parallelism: ranks that share each sequence", least=1)
     cp_attention: str = choice(
         "auto",

@@ -71,7 +71,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
         if mesh is not None:
-            distribute(model, mesh, spec)
+            distribute(model, mesh, spec, config.expert_imbalance)
         outer = transform(model, config, spec)
         stacks = truncate_layers(model, spec, config.stage)
         outer.train()

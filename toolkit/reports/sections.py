@@ -30,7 +30,7 @@ from toolkit.reports.tables import (
     step_seconds,
     throughput,
 )
-from toolkit.run_folder.run_charts import speed
+from toolkit.run_folder.run_charts import experts_table, speed
 from toolkit.training.loop import Step
 
 OUTCOMES = (
@@ -279,8 +279,8 @@ def _training(run: RunRecord) -> Section:
         evaluations, notes = sample(run.evaluations, "events.jsonl")
         rows = [(f"{event['step']:,}", spell_number(event["eval_loss"])) for event in evaluations]
         tables.append(Table(title="Evaluation losses", columns=("step", "loss"), rows=rows, notes=notes))
-    if loads := [event["experts"] for event in steps if event.get("experts")]:
-        tables.append(_experts(loads))
+    if (table := experts_table(steps)) is not None:
+        tables.append(table)
     skipped = sum(bool(event.get("skipped")) for event in steps)
     words = f"In {skipped} step(s) fp16 overflowed, and they were skipped." if skipped else ""
     return Section(title=title, words=words, tables=tables)
@@ -308,20 +308,6 @@ def _steps(run: RunRecord) -> Table:
         rows.append((f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"))
     columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
     return Table(title="Steps", columns=columns, rows=rows, notes=notes)
-
-
-def _experts(loads: Sequence[Sequence[Mapping[str, float]]]) -> Table:
-    """Return the load of each layer's experts: means over the steps."""
-
-    def mean(layer: int, name: str) -> float:
-        return sum(step[layer][name] for step in loads) / len(loads)
-
-    rows = [
-        (f"{layer}", f"{mean(layer, 'tokens'):,.1f}", f"{mean(layer, 'most'):.2f}", f"{mean(layer, 'idle'):.0%}")
-        for layer in range(len(loads[0]))
-    ]
-    columns = ("layer with experts", "tokens of an expert", "largest / mean", "idle experts")
-    return Table(title="Load of the experts", columns=columns, rows=rows, notes=("Means over the steps.",))
 
 
 def _throughput(run: RunRecord, rates: Sequence[tuple[float, float]]) -> Table:

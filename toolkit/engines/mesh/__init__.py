@@ -27,7 +27,7 @@ from toolkit.engines.mesh.styles import group_heads, register_shared, register_s
 from toolkit.engines.optimizer_step import average_gradients, scale_gradients, total_norm
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
+from toolkit.engines.states import generic_name, parameters_of, policy_dtypes, trained_elements
 from toolkit.engines.traces import Trace, TraceConfig
 from toolkit.engines.upstream import patched
 
@@ -266,8 +266,8 @@ def parts_of(tensor: Any, group: str) -> int:
     return tensor.device_mesh.size(place) if place is not None and tensor.placements[place].is_shard() else 1
 
 
-def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, str]) -> Any:
-    """Shard a model in the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py); `plans`: FSDP's and the experts'."""
+def _fully_shard(job: Job, model: Any, mesh_manager: Any, *_: Any) -> Any:
+    """Shard a model in the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py), not by transformers' plans."""
     from accelerate.utils.fsdp_utils import _find_final_norm
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -276,7 +276,7 @@ def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, s
     options = {"mesh": mesh_manager.get_mesh((*replicas, "fsdp")), "mp_policy": policy}
     reshard = job.settings["reshard_after_forward"]
     if job.parallelism.ep > 1:
-        _shard_experts(job, model, plans[1], {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
+        _shard_experts(job, model, {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
     for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
         fully_shard(module, reshard_after_forward=reshard, **options)
     embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
@@ -291,7 +291,7 @@ def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, s
     return model
 
 
-def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mapping[str, Any]) -> None:
+def _shard_experts(job: Job, model: Any, options: Mapping[str, Any]) -> None:
     """Shard experts over the ranks that hold the same ones, as transformers' `apply_fully_sharded_data_parallelism`.
 
     Tokens of all data-parallel ranks reach an expert: its gradient is a sum over more ranks than shard it. A factor other than
@@ -301,11 +301,9 @@ def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mappi
 
     # A policy of their own would round the router's weights, which come in fp32, to the compute dtype.
     options = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)}
-    for name, style in plan.items():
-        if style == "ep_dispatch_experts":
-            experts = fully_shard(
-                model.get_submodule(name), reshard_after_forward=job.settings["reshard_after_forward"], **options
-            )
+    for name, module in list(model.named_modules()):
+        if generic_name(name) in job.settings["apart"]:
+            experts = fully_shard(module, reshard_after_forward=job.settings["reshard_after_forward"], **options)
             experts.set_gradient_divide_factor(float(job.parallelism.loss_size))
             if options["mesh"].size(-1) > 1:
                 experts.set_force_sum_reduction_for_comms(True)
