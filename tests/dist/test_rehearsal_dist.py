@@ -44,6 +44,13 @@ def test_a_rank_of_many_holds_what_is_forecast(
     assert result.step_seconds > 0
 
 
+def test_the_gradient_of_a_tied_embedding_comes_after_the_layers_copies(tmp_path: Path) -> None:
+    """The head's and the embedding's are added when gloo has freed its copy of the first layer's gradients."""
+    tied = describe(str(tiny.qwen3(tmp_path / "qwen3", **WIDE, tie_word_embeddings=True)))
+    strategy = Strategy(sharding="fsdp", tp=2, precision="bf16")
+    assert 0.98 <= rehearse(tied, strategy, BATCH, ranks=64, rank=40).ratio <= 1.02
+
+
 def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(f"w{number % 200}" for number in range(4096)))
     size = ("--seq-len", "256", "--micro-batch", "1", "--steps", "3", "--no-save", "--save-every", "0")
