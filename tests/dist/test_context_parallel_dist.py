@@ -123,9 +123,9 @@ def test_the_export_is_the_trained_model(gave: Gave) -> None:
     assert gave[2, "saved"]["logits_error"] <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["ulysses", "gather"])
-def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path, kind: str) -> None:
-    """From the shell; rows without padding, so that no mask of s × s hides the activations."""
+@pytest.mark.parametrize(("kind", "precision"), [("ulysses", "bf16"), ("gather", "fp32")])
+def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path, kind: str, precision: str) -> None:
+    """From the shell; rows without padding, so that no mask of s × s hides the activations. In bf16 FSDP2 copies the rows."""
     (tmp_path / "text.txt").write_text(" ".join(f"w{number * 7 % 2000}" for number in range(20_000)))
     size = (
         "--seq-len",
@@ -138,7 +138,8 @@ def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path, 
         "none",
         "--no-save",
     )
-    way = ("--processes", "2", "--sharding", "fsdp", "--cp", "2", "--no-guard", "--cp-attention", kind)
+    way = ("--processes", "2", "--sharding", "fsdp", "--cp", "2", "--cp-attention", kind, "--precision", precision)
+    way += ("--no-guard",)
     python("-m", "toolkit.cli", "train", "--data", "text.txt", *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     for rank in memory["measured"]["per_rank"]:
