@@ -409,7 +409,12 @@ def main() -> None:
             taken = {key: value for key, value in old.items() if key in MEASURED}
             rows[name] = {**row, **taken} if same else measured(work, row, workers)
         except ToolkitError as error:
-            rows[name] = {"name": name, "family": family, "fields": cell[2], "refused": str(error)}
+            rows[name] = {
+                "name": name,
+                "family": family,
+                "fields": cell[2],
+                "refused": without_places(str(error), work),
+            }
         row = rows[name]
         said = f"{100 * worst(row):+.2f}%" if "measured_peaks" in row else row.get("refused") or row["failed"][-200:]
         print(name, said, flush=True)
