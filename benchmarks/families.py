@@ -89,6 +89,9 @@ SHAPES = {
     "deep": {"hidden": 384, "ffn": 1024, "layers": 8, "heads": 6, "seq_len": 384},
 }
 
+SIZES = {**SHAPES, "mesh": {"hidden": 768, "ffn": 1536, "layers": 8, "heads": 16, "seq_len": 64}}
+"""Layers and heads of the last can be divided over up to 8 ranks."""
+
 AXES: dict[str, tuple[Any, ...]] = {
     "sharding": ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "hsdp"),
     "adapter": ("none", "lora", "qlora", "qlora8"),
@@ -136,7 +139,7 @@ def config_of(family: str, shape: str) -> Any:
     import transformers
 
     word, more = (FAMILIES | RECENT)[family]
-    size = SHAPES[shape]
+    size = SIZES[shape]
     if family == "GPT-2":
         names = {"n_embd": "hidden", "n_inner": "ffn", "n_layer": "layers", "n_head": "heads"}
     elif family == "T5":

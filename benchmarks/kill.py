@@ -4,6 +4,7 @@
     python benchmarks/kill.py --trials 200 --continue      # go on with what a stopped benchmark left in --work
     python benchmarks/kill.py --smoke                      # whether it still runs: one strike
     python benchmarks/kill.py --trials 4 --sharding zero2 --seed 17 --work /tmp/again    # the run that printed this
+    python benchmarks/kill.py --meshes                     # tp, cp, ep and pp; results into kill_meshes.json and .md
 
 A trial is a strike: at one rank, at all ranks, at `accelerate launch` alone, or at the supervisor (`toolkit train`) alone.
 A run is struck once by each, in a random order. One strike in five falls into the start of an attempt, the others into its
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from forking import server
-from kill_worker import KINDS, Victim, command, own_environ
+from kill_worker import KINDS, Victim, command, own_environ, ranks_of
 from machine import about, commit, parse, parser, write_results
 
 from toolkit.checkpoints import folder_name, list_checkpoints
@@ -40,24 +41,39 @@ PLAN = ("commit", "sharding", "ranks", "steps", "strikes", "seed")
 """What a benchmark that goes on must have begun with."""
 
 
+MESHES = {
+    "sharding": "fsdp-tp2,pp2,cp2,fsdp-pp2,fsdp-ep2,pp2,fsdp-tp2,fsdp-pp2,fsdp-ep2,pp2",
+    "trials": 40,
+}
+"""Of `--meshes`: every second run is one over pipelines."""
+
 STARTING = 2
 """A seed with its first strike in a start, which is sooner than a step."""
 
 
 def make_inputs(work: Path) -> None:
-    """A tiny Llama with a tokenizer, and fewer tokens than the run takes: it comes to a second epoch."""
+    """A tiny Llama and a mixture with a tokenizer, and fewer tokens than the run takes: it comes to a second epoch."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).save_pretrained(work / "model")
+    routed = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(vocab_size=256, **shape, **routed)).save_pretrained(work / "mixture")
     words = [*(special := ["<pad>", "<unk>", "</s>"]), *(f"w{index}" for index in range(250))]
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(("pad_token", "unk_token", "eos_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(work / "model")
+    for model in ("model", "mixture"):
+        PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(work / model)
     draw = random.Random(0)
     texts = (" ".join(draw.choices(words[3:], k=draw.randrange(20, 200))) for _ in range(100))
     (work / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -69,10 +85,10 @@ def refer(arguments: argparse.Namespace, sharding: str) -> None:
     if next(iter(list_checkpoints(folder / "checkpoints")), Path()).name == folder_name(arguments.steps):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    log, distributed = folder.with_suffix(".log"), sharding != "none"
+    log, ranks = folder.with_suffix(".log"), ranks_of(arguments, sharding)
     words = [*command(arguments, sharding), "--run-dir", str(folder)]
     environ = own_environ(arguments)
-    if code := server().run(words, arguments.ranks, log, distributed=distributed, environ=environ):
+    if code := server().run(words, ranks, log, distributed=sharding != "none", environ=environ):
         sys.exit(f"The run that is never stopped ended with {code}:\n{log.read_text()[-4000:]}")
 
 
@@ -122,9 +138,10 @@ def publish(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
               for why in run["problems"]]  # fmt: skip
     said = (
         "\n".join(failed)
-        or f"No failure in {len(runs)} runs of {arguments.ranks} ranks, seeds from {arguments.seed} on."
+        or f"No failure in {len(runs)} runs of {arguments.ranks} ranks{' or more' * arguments.meshes}, seeds from {arguments.seed}."
     )
-    write_results(arguments.results, "kill", "Killed and resumed", whole, text, said)
+    name = "kill_meshes" if arguments.meshes else "kill"
+    write_results(arguments.results, name, "Killed and resumed", whole, text, said)
     print(f"{text}\n\n{said}")
 
 
@@ -156,6 +173,9 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0, help="of the first run; each has the next one")
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-kill"), help="scratch folder")
     made.add_argument("--continue", dest="go_on", action="store_true", help="go on with what --work holds")
+    made.add_argument("--meshes", action="store_true", help="degrees of parallelism, too")
+    if "--meshes" in sys.argv[1:]:
+        made.set_defaults(**MESHES)
     tiny = {"trials": 1, "sharding": "none", "ranks": 1, "steps": 6, "strikes": "supervisor", "start_seconds": 1.0}
     arguments = parse(made, **tiny, seed=STARTING)
     arguments.commit = commit()

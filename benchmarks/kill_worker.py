@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 from toolkit.checkpoints import list_checkpoints, read_manifest
+from toolkit.config.strategy import Strategy
 from toolkit.core.atomic_io import read_events
 from toolkit.core.errors import CheckpointError
 
@@ -40,19 +42,36 @@ class Failed(Exception):
     """A trial went wrong; says how."""
 
 
+def fields_of(sharding: str) -> dict[str, Any]:
+    """The fields of a word such as `zero2` or `fsdp-tp2`: a sharding and degrees. A word of degrees alone: `cp2`."""
+    fields: dict[str, Any] = {}
+    for part in sharding.split("-"):
+        degree = re.fullmatch(r"(tp|cp|ep|pp)(\d+)", part)
+        fields |= {degree[1]: int(degree[2])} if degree else {"sharding": part}
+    return fields
+
+
+def ranks_of(arguments: argparse.Namespace, sharding: str) -> int:
+    """`--ranks`, or as many as a mesh needs."""
+    fields = fields_of(sharding)
+    return arguments.ranks if fields.keys() == {"sharding"} else Strategy(**fields).least_ranks
+
+
 def command(arguments: argparse.Namespace, sharding: str) -> list[str]:
     """What every run is given: the recipe's flags, without those that name its folder and its number of ranks."""
+    fields = fields_of(sharding)
     flags = {
-        "model": arguments.work / "model",
+        "model": arguments.work / ("mixture" if "ep" in fields else "model"),
         "data": arguments.work / "data.jsonl",
-        "sharding": sharding,
+        **fields,
+        "accumulation": 2 if "pp" in fields else 1,
         "steps": arguments.steps,
         "save-every": 2,
         "seq-len": 32,
         "micro-batch": 1,
         "loss": "whole",  # `toolkit train` would choose one, and the run that was never stopped starts without it
     }
-    return ["--no-save", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+    return ["--no-save", "--no-guard", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
 
 
 def own_environ(arguments: argparse.Namespace) -> dict[str, str]:
@@ -283,7 +302,7 @@ class Victim:
     def _start(self) -> Attempt:
         """`toolkit train`; `toolkit resume` where there is a run to go on with, `toolkit train --resume` where not yet."""
         words = ["train", *command(self.arguments, self.sharding)]
-        words += ["--processes", str(self.arguments.ranks), "--run-dir", str(self.folder)]
+        words += ["--processes", str(ranks_of(self.arguments, self.sharding)), "--run-dir", str(self.folder)]
         if self.attempts:
             words = ["resume", str(self.folder)] if (self.folder / "run.json").exists() else [*words, "--resume"]
         log = self.logs / f"attempt-{len(self.attempts)}.log"
@@ -292,7 +311,7 @@ class Victim:
 
     def _strike(self, attempt: Attempt, kind: str) -> Attempt:
         """Wait for a random moment of an attempt, kill a part of it, and start the next attempt."""
-        draw, ranks = self.draw, self.arguments.ranks
+        draw, ranks = self.draw, ranks_of(self.arguments, self.sharding)
         victim, starting, early = draw.randrange(ranks), draw.random() < 0.2, draw.random() < 1 / 3
         after, delay = draw.randrange(1, 40), draw.random()
         following = None

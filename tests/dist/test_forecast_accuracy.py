@@ -24,7 +24,7 @@ SEED, SEED_OF_8_BITS = 749, 39
 """Draws with few products in bf16, which CPUs without AVX512-BF16 compute up to 70 times slower than in fp32.
 
 The first has five families, and each adapter and precision."""
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "forecast_accuracy.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 WITHIN = {"prepare": 0.08, "forward": 0.05, "backward": 0.05, "step": 0.05, "save": 0.08}
@@ -37,10 +37,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-def measured(work: Path, tmp_path: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+def measured(
+    work: Path, tmp_path: Path, name: str, *flags: str, script: str = "forecast_accuracy"
+) -> list[dict[str, Any]]:
     """The rows of the results that the benchmark writes with these flags."""
     results = tmp_path / "results"
-    command = [sys.executable, str(BENCHMARK), *flags, "--work", str(work), "--results", str(results)]
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *flags, "--work", str(work), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
@@ -104,3 +106,18 @@ def test_forecasts_are_true(work: Path, tmp_path: Path) -> None:
     assert min(row["measured_peak_bytes"] for row in rows) >= 100 * 2**20
     for row in rows:
         check_phases(row)
+
+
+MESHES = ("Qwen3-4-tp2-fsdp-bf16", "Mistral-4-pp2-fsdp-lora", "Qwen2-MoE-2-tp2-ep2", "Mistral-4-cp2-fsdp-gather")
+"""Cells of `benchmarks/meshes.py`: one of each degree."""
+
+
+def test_forecasts_of_every_rank_of_a_mesh_are_true(work: Path, tmp_path: Path) -> None:
+    flags = ["--only", ",".join(MESHES), "--steps", "0"]
+    rows = measured(work, tmp_path, "meshes", *flags, script="meshes")
+    assert {row["name"] for row in rows} == {*MESHES}
+    for row in rows:
+        pairs = list(zip(row["forecast_peaks"], row["measured_peaks"], strict=True))
+        assert len(pairs) == row["ranks"]
+        assert max(abs(expected / peak - 1) for expected, peak in pairs) <= 0.04, row["name"]
+        assert min(row["measured_peaks"]) >= 100 * 2**20

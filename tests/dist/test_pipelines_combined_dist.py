@@ -158,7 +158,7 @@ def test_a_stage_that_is_killed_ends_all_ranks_and_the_run_goes_on_exactly(tmp_p
     ranks["1"].kill()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "rank 1 was killed by SIGKILL" in said
+    assert "rank 1 (pipeline stage 1) was killed by SIGKILL" in said
     gone(list(ranks.values()))
     before = steps()
     python("-m", "toolkit", "resume", run, code=0, cwd=tmp_path)

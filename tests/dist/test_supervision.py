@@ -159,7 +159,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     (work / "fault" / "sitecustomize.py").write_text(FAULT)
     memory = ("--seq-len", "512", "--micro-batch", "16", "--steps", "2", "--no-save", "--save-seconds", "0")
     plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
-        "silent": (hang_then_stop, ("slow", "--sharding", "ddp", *TWO, "--save-every", "2", "--restarts", "3")),
+        "silent": (hang_then_stop, ("slow", "--pp", "2", "--no-guard", *TWO, "--save-every", "2", "--restarts", "3")),
         "behind": (at_rank(signal.SIGUSR1), ("slow", "--sharding", "fsdp", *TWO)),
         "raised": (at_rank(signal.SIGUSR2), ("slow", "--sharding", "ddp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
@@ -235,9 +235,9 @@ def test_logits_alone_that_differ_end_no_run(runs: dict[str, Running]) -> None:
 
 
 def test_a_silent_rank_is_named_and_the_run_goes_on(runs: dict[str, Running]) -> None:
-    """From the newest checkpoint, in a new attempt."""
+    """A stage of a pipeline, by its stage. The run continues from the newest checkpoint, in a new attempt."""
     run = runs["silent"]
-    assert run.err.startswith("toolkit: rank 1 hung: ")
+    assert run.err.startswith("toolkit: rank 1 (pipeline stage 1) hung: ")
     assert re.search(r"(no|without a) heartbeat for \d+\.\d s", run.err)
     assert f"longer than {TIMEOUT} s (--timeout)" in run.err
     assert str(run.path / "logs" / "rank-1.log") in run.err

@@ -53,7 +53,7 @@ def test_ranks_of_different_stages_are_not_compared(tmp_path: Path) -> None:
     assert watch.behind() is None
     watch.beats[3] = beat(3, 1, 2)
     late = watch.behind()
-    assert late.rank == 3
+    assert late.name == "rank 3 (pipeline stage 1)"
 
 
 def test_the_place_of_an_exception_stays(tmp_path: Path) -> None:

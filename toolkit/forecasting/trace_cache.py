@@ -217,16 +217,26 @@ def _trace_in_child(
     spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int, *, strict: bool = True
 ) -> list[list[Trace]]:
     """Trace in a child process, which sees no GPU; `strict`: as in `trace_all`."""
-    child = _idle_child() or _start_child()
-    assert child.stdin is not None
-    assert child.stdout is not None
-    pickle.dump((spec, configs, batches, seq_len, strict), child.stdin)
-    child.stdin.flush()
-    answer = json.loads(child.stdout.readline() or '{"kind": "", "message": "the tracing process was ended"}')
+    request = spec, configs, batches, seq_len, strict
+    # An idle child may end while it is asked.
+    line = _answer(_idle_child(), request) or _answer(_start_child(), request)
+    answer = json.loads(line or '{"kind": "", "message": "the tracing process was ended"}')
     if isinstance(answer, dict):
         raise (StrategyError if answer["kind"] == StrategyError.__name__ else RuntimeError)(answer["message"])
-    _idle.append(child)
     return [[_decode_trace(values) for values in traces] for traces in answer]
+
+
+def _answer(child: subprocess.Popen[bytes] | None, request: Any) -> bytes:
+    """Return a child's line of JSON; nothing without a child, or from one that has ended."""
+    line = b""
+    if child is not None and child.stdin is not None and child.stdout is not None:
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(request, child.stdin)
+            child.stdin.flush()
+            line = child.stdout.readline()
+    if child is not None and line:
+        _idle.append(child)
+    return line
 
 
 def _idle_child() -> subprocess.Popen[bytes] | None:

@@ -88,7 +88,9 @@ def failure(
         if error is None
         else f"ended with {error['type']}: {error['message']}".removesuffix(": ")
     )
-    return RankDied(f"rank {rank} {how.removesuffix('.')}. {_where_was(folder, rank)}{end_of_log(folder, rank)}")
+    last = read_beats(folder.logs).get(rank)
+    name = last.name if last else f"rank {rank}"
+    return RankDied(f"{name} {how.removesuffix('.')}. {_where_was(folder, last)}{end_of_log(folder, rank)}")
 
 
 def _read_exits(folder: Folder, cut_at: float) -> list[dict[str, Any]]:
@@ -108,14 +110,13 @@ def hung_error(folder: Folder, beat: Heartbeat, timeout: float, *, at: float = 0
     """Return the error for a rank that others waited for; `at`: when they gave up, in seconds since 1970."""
     silent = f", without a heartbeat for {at - beat.time:.1f} s" if at - beat.time > _SILENT else ""
     return RankHung(
-        f"rank {beat.rank} hung: the others waited for it longer than {timeout:g} s (--timeout). It was {beat.where}{silent}. "
+        f"{beat.name} hung: the others waited for it longer than {timeout:g} s (--timeout). It was {beat.where}{silent}. "
         f"{end_of_log(folder, beat.rank)}"
     )
 
 
-def _where_was(folder: Folder, rank: int) -> str:
+def _where_was(folder: Folder, beat: Heartbeat | None) -> str:
     """Return where a rank was. Its last heartbeat is up to a second old, so later steps may be done."""
-    beat = read_beats(folder.logs).get(rank)
     if beat is None:
         return ""
     done = value_or(0, last_step, folder.events)

@@ -66,7 +66,7 @@ class HeartbeatMonitor:
 
     def behind(self) -> Heartbeat | None:
         """Return the rank with the least progress, if ranks of its stage differ."""
-        stages: dict[int, list[Heartbeat]] = {}
+        stages: dict[int | None, list[Heartbeat]] = {}
         for beat in sorted(self.beats.values(), key=lambda beat: (beat.step, beat.marks)):
             stages.setdefault(beat.stage, []).append(beat)
         late = [
@@ -91,8 +91,9 @@ class HeartbeatMonitor:
             limit = self.timeout if beat else max(self.timeout, BEGIN_SECONDS)
             if silent > limit and (beat is None or lives(beat.pid, self.folder.token)):
                 where = f"; at the last one it was {beat.where}" if beat else ", and none before"
+                name = beat.name if beat else f"rank {rank}"
                 raise RankHung(
-                    f"rank {rank} hung: no heartbeat for {silent:.1f} s, longer than {limit:g} s (--timeout){where}. "
+                    f"{name} hung: no heartbeat for {silent:.1f} s, longer than {limit:g} s (--timeout){where}. "
                     f"{end_of_log(self.folder, rank)}"
                 )
 

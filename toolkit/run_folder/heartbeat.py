@@ -37,8 +37,8 @@ class Heartbeat:
     `evaluate`, `wait` (for rank 0, which works alone), `ended`."""
     marks: int
     """Number of changes of its place: among ranks of one stage, the one with the fewest is behind."""
-    stage: int = 0
-    """Its pipeline stage. Ranks of different stages run different code, and their marks cannot be compared."""
+    stage: int | None = None
+    """Its first pipeline stage; None without one. Marks of different stages cannot be compared: their code differs."""
     listens: bool
     """Whether the rank handles a stop signal at the end of its step. Otherwise the signal ends it."""
     rss: int
@@ -47,6 +47,11 @@ class Heartbeat:
     """Seconds of processor time that the process has used."""
     time: float
     """Seconds since 1970."""
+
+    @property
+    def name(self) -> str:
+        """`rank 1`, in a pipeline with its stage."""
+        return f"rank {self.rank}" + ("" if self.stage is None else f" (pipeline stage {self.stage})")
 
     @property
     def where(self) -> str:
@@ -63,7 +68,7 @@ class Heartbeat:
         return places.get(self.phase, f"in phase {self.phase}" + (f", after step {self.step}" if self.step else ""))
 
 
-JSON_TYPES: Mapping[str, Any] = {"int": int, "str": str, "bool": bool, "float": int | float}
+JSON_TYPES: Mapping[str, Any] = {"int": int, "str": str, "bool": bool, "float": int | float, "int | None": int | None}
 """A field's type → the types of its values in JSON."""
 
 _beating: list[Beat] = []
@@ -92,7 +97,8 @@ class Beat:
     def __init__(self, path: Path, rank: int, *, every: float = BEAT_SECONDS) -> None:
         """Create the heartbeat. `path`: the file, in an existing folder; `every`: seconds."""
         self.path, self.rank, self.every = path, rank, every
-        self.step, self.marks, self.stage, self.listens = 0, 0, 0, False
+        self.step, self.marks, self.listens = 0, 0, False
+        self.stage: int | None = None
         self._place = "start"
         self._phases: list[str] = []
         self._stop = threading.Event()

@@ -237,7 +237,7 @@ def _started(about: Mapping[str, Any]) -> float:
 
 
 def _rank_location(beat: Heartbeat) -> str:
-    return f"Rank {beat.rank} was {beat.where}."
+    return f"{beat.name.capitalize()} was {beat.where}."
 
 
 # The page of a run -----------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class RankRun:
         self.accelerator.own_loop = False
         seed_everything(self.accelerator)
         self.rank = self.accelerator.process_index
-        self.beat.stage = self.job.coordinates(self.rank).pp
+        self.beat.stage = self.job.coordinates(self.rank).pp if self.job.parallelism.pp > 1 else None
         self.accelerator.print("\n".join((_headline(self.job), *self.preflight.notes)))
         return self.accelerator
 

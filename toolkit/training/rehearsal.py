@@ -224,17 +224,42 @@ def _rows(vocab: int, train_config: TrainConfig, positions: bool) -> Iterator[di
         yield batch | ({"position_ids": torch.arange(shape[1]).repeat(shape[0], 1)} if positions else {})
 
 
-def _allocate_as_gloo() -> None:
-    """Let FSDP2's collectives take the memory that gloo takes for a moment: it gathers and reduces in buffers of its own."""
+def _allocate_as_gloo(copies: list[Any], *, keeps: bool) -> None:
+    """Let FSDP2's collectives take the memory that gloo takes: it gathers and reduces in buffers of its own.
+
+    Args:
+        copies: gets the copy of the gradients that were reduced last. On busy processors gloo's thread frees it once the next
+            module's backward begins (`_free_copies`).
+        keeps: False where an all-reduce follows, which takes longer than that.
+    """
     import torch
     import torch.distributed as dist
 
     def collect(original: Any, output: torch.Tensor, input: torch.Tensor, **named: Any) -> Any:
-        torch.empty_like(max(output, input, key=torch.Tensor.numel))
+        copies.clear()
+        copies.append(torch.empty_like(max(output, input, key=torch.Tensor.numel)))
+        if not keeps or output.numel() > input.numel():
+            copies.clear()
         return original(output, input, **named)
 
     for name in ("all_gather_single", "reduce_scatter_single"):
         vars(dist)[name] = partial(collect, getattr(dist, name))
+
+
+def _free_copies(model: Any, copies: list[Any]) -> None:
+    """Free gloo's copies as the backward of a module with gathered parameters begins, after FSDP2's own hooks."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.utils._pytree import tree_leaves
+
+    def after(module: Any, inputs: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: copies.clear())  # type: ignore[no-untyped-call]
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_hook(after)  # type: ignore[attr-defined]
 
 
 def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +267,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from toolkit import measurement
-    from toolkit.core.phases import phase
+    from toolkit.core.phases import observe, phase
     from toolkit.models.varlen import separates_documents
     from toolkit.training.loading import load
     from toolkit.training.loop import train
@@ -254,9 +279,11 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     spec, strategy = describe(folder), from_dict(Strategy, request["strategy"])
     train_config = replace(from_dict(TrainConfig, request["train_config"]), steps=STEPS, epochs=None, warmup=0)
     dist.init_process_group("fake", store=FakeStore(), rank=request["rank"], world_size=request["ranks"])
+    copies: list[Any] = []
+    observe(lambda *_: copies.clear())
     window = measurement.start(kind := hardware().device.kind)
     if kind == "cpu":
-        _allocate_as_gloo()
+        _allocate_as_gloo(copies, keeps=strategy.dp_replicate == 1)
     with phase("load"):
         accelerator = make(strategy, train_config, spec)
         accelerator.print = lambda *_: None
@@ -266,6 +293,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
         schedule = make_schedule(optimizer, train_config)
     with phase("prepare"):
         model, optimizer = prepare(accelerator, model, optimizer)
+    _free_copies(model, copies)
     rows, seconds = _rows(spec.vocab, train_config, separates_documents(spec, joined=False)), 0.0
     for step in train(prepared(accelerator, (model, optimizer)), rows, schedule):
         seconds = step.seconds

@@ -175,8 +175,7 @@ class Rows:
     """Whether a row holds several documents, or padding."""
     part: slice
     """This rank's tokens."""
-    calls: int = 0
-    _masks: dict[Any, Tensor] = field(default_factory=dict)
+    uses: Uses = field(default_factory=lambda: Uses())
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Rows:
         """Copy to a device."""
@@ -184,7 +183,7 @@ class Rows:
         moved = {
             name: each if each is None else each.to(device, non_blocking=non_blocking) for name, each in moved.items()
         }
-        return replace(self, **moved, _masks={})
+        return replace(self, **moved, uses=Uses())
 
     def mask(self, window: int | None, own_queries: bool, *, implied: bool = True) -> Tensor | None:
         """Return which key each query sees, bool [b, 1, queries, s], made once for all layers.
@@ -197,9 +196,9 @@ class Rows:
         if implied and not (self.masked or own_queries or (window and window < self.positions.shape[1])):
             return None
         key = window, own_queries
-        if key not in self._masks:
-            self._masks[key] = self._make_mask(window, own_queries)
-        return self._masks[key]
+        if key not in self.uses.masks:
+            self.uses.masks[key] = self._make_mask(window, own_queries)
+        return self.uses.masks[key]
 
     def _make_mask(self, window: int | None, own_queries: bool) -> Tensor:
         import torch
@@ -219,9 +218,18 @@ class Rows:
         return seen
 
 
+class Uses:
+    """What all copies of rows share, and no dataclass: FSDP2 copies those where it casts the inputs of a module."""
+
+    def __init__(self) -> None:
+        """Count no call of the attention yet."""
+        self.calls = 0
+        self.masks: dict[Any, Tensor] = {}
+
+
 def _check_rows(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Refuse a model with an attention of its own, which ignores the rows."""
-    if ROWS in kwargs and not kwargs[ROWS].calls:
+    if ROWS in kwargs and not kwargs[ROWS].uses.calls:
         _refuse(
             f"needs attention by transformers' interface, which {type(model).__name__} does not use", "Leave out --cp."
         )
@@ -275,7 +283,7 @@ def _attention(
         return inner(module, query, key, value, mask, *args, **kwargs)  # type: ignore[no-any-return]
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         _refuse(f"does not split the heads' own terms of {type(module).__name__}", "Leave out --cp.")
-    rows.calls += 1
+    rows.uses.calls += 1
     kwargs.pop("position_ids", None)
     exchanges = rows.kind == "ulysses"
     if exchanges:

@@ -247,6 +247,8 @@ class _Groups:
         elif what == "back in" and last:
             self._gather(last, backward=True)
             self._prefetch()
+        elif what == "back in" and first:  # a tied embedding, gathered since the head's backward
+            self._release_gloo_copy()
         elif what == "back out" and first:
             self._reduce_scatter(first)
 

@@ -15,6 +15,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.engines.job import Job
 from toolkit.engines.upstream import masks_known_from
 from toolkit.models import ModelSpec
+from toolkit.models.files import first_line
 from toolkit.models.hf_loading import auto_class, quiet_bars
 from toolkit.models.structure import module_lists
 
@@ -118,7 +119,12 @@ def _read(spec: ModelSpec) -> Anatomy:
     with FakeTensorMode(allow_non_fake_inputs=True), masks_known_from({}), torch.enable_grad():
         model.to_empty(device="cpu")
         model.tie_weights()
-        model(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+        try:
+            model(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+        except Exception as error:  # a model's own
+            raise _refuse(
+                spec, f"its forward in bf16 fails, from which its layers are read ({first_line(error)})"
+            ) from error
     order = [call for call in calls if call[1] >= 0]
     if order != [(word, index) for index in range(len(layers)) for word in ("begin", "end")] or len(returns) != 1:
         raise _refuse(spec, f"its forward does not call the layers of {name} one after the other")

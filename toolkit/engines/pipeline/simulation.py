@@ -12,7 +12,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
-from toolkit.engines.pipeline.anatomy import anatomy_of, held
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec
 from toolkit.engines.pipeline.sharding import sharded
 from toolkit.engines.played import FORWARD, INPUT, WEIGHT, Action, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
@@ -98,8 +98,12 @@ class SimulatedPipeline(Engine):
             gathered = whole * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
             gathered += simulation.state.frozen * job.parallelism.shard_size
             ledger.hold("parameters", gathered)
+            highest, last_one = _gather_shares(inside)
+            ledger.touch("buffers", int(max(highest * gathered, last_one * gathered + walk.forward_rise)))
             walk.run(orders(job)[_place(job, rank)])
-            ledger.touch("workspace", max(state.bytes for state in parameters_of(inside)))
+            segments = (segment for stage in stages for segment in simulation.steps[stage])
+            largest = max(segment.size for segment in segments if segment.what == "gradient")
+            ledger.touch("workspace", largest * BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype])
             ledger.hold("gradients", shard - ledger.held["gradients"])
             ledger.hold("parameters", -gathered)
         else:
@@ -151,6 +155,26 @@ def _output_bytes(job: Job, first: int, end: int) -> int:
     parts, rows = anatomy_of(job.spec), hidden_bytes(job) // job.spec.hidden
     named = (parameter for parameter in job.spec.parameters if parameter.name.endswith(".weight"))
     return rows * sum(each.shape[0] for each in named if first <= min(parts.places(each.name), default=-1) < end)
+
+
+def _gather_shares(inside: Job) -> tuple[float, float]:
+    """Return what gathering a stage's modules in turn holds in addition to the whole stage, as shares of it.
+
+    The first is the most, the second what is left until the stage's forward ends: the output of an all-gather is kept until the
+    next module's has come (`torch.distributed.fsdp`), and gloo gathers into a buffer of its own.
+    """
+    assert inside.spec is not None
+    parts, sizes = anatomy_of(inside.spec), dict[tuple[int, str], int]()
+    for state in parameters_of(inside):
+        place = parts.places(state.name)[0]
+        outside = not 0 <= place < parts.count
+        key = place, name_in_spec(state.name).rpartition(".")[0] if outside else ""
+        sizes[key] = sizes.get(key, 0) + state.elements
+    whole = before = highest = 0
+    for _, size in sorted(sizes.items(), key=lambda item: item[0][0]):
+        highest = max(highest, whole + before + size * (2 if inside.device.kind == "cpu" else 1))
+        whole, before = whole + size, size
+    return max(0.0, highest / whole - 1), before / whole
 
 
 def _place(job: Job, rank: int) -> int:
@@ -206,6 +230,8 @@ class _Walk:
         # FSDP2 adds gradients up in the dtype in which it reduces them.
         self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
         self._kept = 0
+        self.forward_rise = max(forward[0] for forward, *_ in self._halves.values())
+        """The most that activations of one micro-batch rise by in a forward, in bytes."""
 
     def run(self, order: Sequence[Action]) -> None:
         """Enter a step's actions, and free what was sent."""
