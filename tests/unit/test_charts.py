@@ -17,12 +17,14 @@ from xml.etree import ElementTree
 import pytest
 import runs
 
+from toolkit.config.parallelism import Parallelism
 from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
 from toolkit.core.display import JsonRecord, Table
 from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
 from toolkit.core.units import GiB, MiB
+from toolkit.forecasting.mesh_picture import mesh_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = list(COLOURS)
@@ -294,3 +296,22 @@ def test_a_schedule_shows_what_each_rank_does_and_why_it_waits() -> None:
     for shade in SHADES.values():
         assert any(shade in style for style in shades)
     assert described(image).startswith("Two ranks")
+
+
+def test_a_mesh_shows_every_rank_with_its_layers_and_its_slice() -> None:
+    """32 ranks as 4 stages x 4 slices x 2 copies: which ranks read the same samples, and where tokens and labels enter."""
+    layers = [{"layers": (8 * stage, 8 * stage + 8)} for stage in range(4)]
+    image = mesh_picture(Parallelism(pp=4, dp_replicate=2, tp=4), {"stages": layers})
+    shown = texts(image)
+    assert sorted(int(text) for text in shown if text.isdigit()) == list(range(32))
+    assert [f"layers {8 * stage}–{8 * stage + 7}" in shown for stage in range(4)] == [True] * 4
+    assert [shown.count(text) for text in ("samples of dp 0", "samples of dp 1", "tokens", "labels")] == [1] * 4
+    assert "stage 3, layers 24–31: 8 ranks from 24" in described(image)
+    paths = (path for path in parse(image).iter(f"{SVG}path") if "#6d28d9" in (path.get("style") or ""))
+    ends = [[float(place) for place in re.findall(r"[ML] ([\d.]+)", path.get("d") or "")] for path in paths]
+    starts = sorted({min(end) for end in ends if max(end) - min(end) < 12})
+    cells = sorted({min(end) for end in ends if max(end) - min(end) > 20})
+    assert len(starts) == len(cells) == 8, "four slices on each of two stages, in two rows"
+    assert [
+        round((start - cell) / (starts[3] - cells[3]), 1) for start, cell in zip(starts[:4], cells[:4], strict=True)
+    ] == [pytest.approx(slice_ / 3, abs=0.05) for slice_ in range(4)]

@@ -21,6 +21,7 @@ from toolkit.engines.ledger import PARTS
 from toolkit.forecasting.expert_placement import Placement, placements_table
 from toolkit.forecasting.finished_run import read_correction
 from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
+from toolkit.forecasting.mesh_picture import mesh_picture
 from toolkit.forecasting.stages import Pipeline, schedule_picture, stages_table
 from toolkit.forecasting.timing import Timing
 
@@ -227,9 +228,9 @@ class Forecast(Result):
             Bar(label=phase, parts={"highest total": self.phases[phase]}) for phase in PHASES if phase in self.phases
         ]
         pictures = [bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit)]
-        if self.pipeline and (schedule := schedule_picture(self.pipeline.to_dict())):
-            pictures.append(schedule)
-        return pictures
+        pipeline = self.pipeline.to_dict() if self.pipeline else None
+        shared = (mesh_picture(self.job.parallelism, pipeline), schedule_picture(pipeline) if pipeline else "")
+        return [*pictures, *filter(None, shared)]
 
     def headline(self) -> str:
         """Return whether it fits, and why."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.config.parallelism import ORDER, Parallelism
 from toolkit.config.run_config import SECTIONS
 from toolkit.core.charts import curve
 from toolkit.core.display import Table
@@ -16,6 +17,7 @@ from toolkit.core.redaction import MARK, shorten
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.engines.records import STATES
 from toolkit.exporters import logits_text
+from toolkit.forecasting.mesh_picture import mesh_table
 from toolkit.forecasting.stages import schedule_picture, stages_table
 from toolkit.reports.run_record import RunRecord
 from toolkit.reports.tables import (
@@ -168,6 +170,9 @@ def _settings(run: RunRecord) -> Section:
         _changed_settings("train_config", about, ("global batch", f"{_global_batch(about)} samples")),
         _changed_settings("run_config", about, ("trained tokens of the data", format_count(tokens))),
     ]
+    sizes = {name: int(size) for name, size in about.get("parallelism", {}).items() if name in (*ORDER, "ep")}
+    mesh = mesh_table(Parallelism(**sizes), (run.forecast or {}).get("pipeline"))
+    tables += [mesh] if mesh.picture else []
     return _repeatable(run, tables, "The command that does the same again:")
 
 
@@ -254,7 +259,8 @@ def _memory(run: RunRecord) -> Section:
     if measured:
         tables.append(by_rank(memory))
     if pipeline := (forecast or {}).get("pipeline"):
-        tables.append(stages_table(pipeline, schedule_picture(pipeline)))
+        ran = memory.get("schedule")
+        tables.append(stages_table(pipeline, schedule_picture(pipeline, ran), ran))
     if run.steps:
         tables.append(by_time(forecast or {}, step_seconds(run.steps), throughput(run.steps)))
     return Section(title=title, words=" ".join(words), tables=tables)

@@ -21,6 +21,7 @@ from toolkit.engines.pipeline.schedules import check_adapted, idle_share, refuse
 from toolkit.engines.pipeline.sharding import MESH, bare, make_mesh, shard_stages, sharded, spread, tie
 from toolkit.engines.pipeline.simulation import SimulatedPipeline
 from toolkit.engines.pipeline.stages import drop
+from toolkit.engines.played import Action
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import BUFFER, Shard
 from toolkit.engines.timeouts import handlers
@@ -264,6 +265,11 @@ class Pipeline(SimulatedPipeline):
         sums: list[torch.Tensor] = _runtime(prepared).step(batches, weight, training=prepared.model.training)
         on_last_forward(sums)
         return sums
+
+    def timed_actions(self, prepared: Prepared) -> list[list[tuple[Action, float, float]]]:
+        """Return the last steps of this rank, where it is of those that are simulated: those of one pipeline."""
+        mine = prepared.accelerator.process_index in self.simulated_ranks(prepared.job)
+        return _runtime(prepared).stopwatch.steps() if mine else []
 
     def evaluate(self, prepared: Prepared, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the loss sum of each batch on every rank; one batch passes through the stages at a time."""
