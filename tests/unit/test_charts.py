@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +18,7 @@ import pytest
 import runs
 
 from toolkit.config.parallelism import Parallelism
-from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
+from toolkit.core.charts import HOVERED, POINTS, Bar, bars, curve, figure, thinned
 from toolkit.core.display import JsonRecord, Table
 from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.phases import PHASES
@@ -39,10 +39,9 @@ CONES = {
 
 def parse(image: str) -> ElementTree.Element:
     """The SVG in an image, with what every picture has to have."""
-    match = re.fullmatch(
+    (match,) = re.finditer(
         r'<img alt="([^"]+)" width="(\d+)" height="(\d+)" [^>]*src="data:image/svg\+xml;base64,([^"]+)">', image
     )
-    assert match
     root = ElementTree.fromstring(base64.b64decode(match[4]))
     assert root.tag == f"{SVG}svg"
     assert root.get("viewBox") == f"0 0 {match[2]} {match[3]}"
@@ -175,6 +174,28 @@ def test_a_curve_leaves_gaps_and_says_its_values() -> None:
     assert ends == sorted(ends)
     assert SERIES["loss"] in str(line.get("style"))
     assert SERIES["evaluation"] in str(evaluation.get("style"))
+
+
+def test_a_curve_has_the_values_under_a_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cretNobodyKnows")
+    points: list[tuple[float, float | None]] = [(1, 4.0), (2, None), (3, 2.0), (4, 3.0)]
+    lines = {"loss": points, "s3cretNobodyKnows": [(3.0, 1.5)]}
+    shown = curve(lines, title="Loss", x="step", y="loss", spell_y="{:.1f}".format)
+    strips = re.findall(r'<i[^>]* data-at="([^"]*)" style="left:([\d.]+)%;width:([\d.]+)%">', shown)
+    assert [text.split("\n")[0] for text, *_ in strips] == [
+        "loss: 4.0, step 1",
+        "loss: 2.0, step 3",
+        "loss: 3.0, step 4",
+    ]
+    assert "1.5, step 3" in strips[1][0]
+    assert "s3cret" not in shown
+    ends = [(float(left), float(left) + float(wide)) for _, left, wide in strips]
+    assert (ends[0][0], ends[-1][1]) == (0, 100)
+    assert all(end == pytest.approx(start, abs=0.01) for (_, end), (start, _) in pairwise(ends))
+    assert [start < share < end for (start, end), share in zip(ends[1:], (200 / 3, 99), strict=True)] == [True, True]
+    many = curve({"loss": [(step, 1 / step) for step in range(1, 5001)]}, title="Loss", x="step", y="loss")
+    assert many.count("data-at=") == HOVERED + 1
+    assert "data-at" not in curve({"loss": [(1, None)]}, title="Loss", x="step", y="loss")
 
 
 def test_a_logarithmic_axis() -> None:
