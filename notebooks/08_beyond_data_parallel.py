@@ -162,7 +162,7 @@ for name, (schedule, count) in rows_of.items():
 # %% [markdown]
 # How long does a rank wait? **Measured** is the share of a step outside forward and backward, **forecast** the played
 # schedule with the stages' own times, **computed** (p − 1) / (v·m + p − 1) of p equal stages, m micro-batches and v
-# stages a rank. Micro-batches in flight are those whose activations the first rank keeps.
+# stages a rank. Of micro-batches in flight the first rank keeps the activations.
 
 # %% tags=["helper"]
 forecasts = {name: run.memory["forecast"]["pipeline"] for name, run in runs.items()}
