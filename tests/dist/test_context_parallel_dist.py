@@ -51,6 +51,7 @@ FOUR: dict[str, Cell] = {
     "cp2 in hsdp": ("llama", {"sharding": "hsdp", "dp_replicate": 2}, "padded"),
     "cp2 over tp2": ("llama", {"sharding": "none", "tp": 2}, "documents"),
     "cp2 over tp2 in fsdp": ("qwen3", {"sharding": "fsdp", "tp": 2, **GATHER}, "whole"),
+    "cp2 over tp2, its tokens divided": ("llama", {"sharding": "none", "tp": 2, "tp_sequence": True}, "odd"),
     "cp2 over tp2, lora": ("llama", {"sharding": "fsdp", "tp": 2, **LORA}, "documents"),
     "cp2 over tp2 in ep4": ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 4}, "whole"),
 }

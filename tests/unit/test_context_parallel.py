@@ -131,6 +131,13 @@ def test_a_row_is_lengthened_to_a_multiple(monkeypatch: pytest.MonkeyPatch) -> N
     assert parts[1][context_parallel.ROWS].mask(None, False) is None
     padded = made.split({**batch, "attention_mask": torch.tensor([[1] * 6 + [0]])}, 1)[context_parallel.ROWS]
     assert padded.padding.tolist() == [[1] * 6 + [0] * 2]
+    short = {"input_ids": torch.arange(5)[None]}
+    odd = TrainConfig(seq_len=5)
+    lengths = [
+        job(ranks=4, train_config=odd, tp=2, tp_sequence=each).split(short, 0)["input_ids"].shape[1]
+        for each in (False, True)
+    ]
+    assert lengths == [3, 4]
 
 
 @pytest.mark.parametrize("cp", [2, 4])

@@ -105,7 +105,8 @@ class ContextParallel(Transform):
         if masked is None:
             joined = bool((positions.diff(dim=-1) != 1).any())
             masked = joined or (padding is not None and not bool(padding.all()))
-        size, place = ceil_div(tokens.shape[1], job.strategy.cp), job.coordinates(rank).cp
+        parts = job.strategy.tp if job.strategy.tp_sequence else 1  # of a rank's tokens
+        size, place = ceil_div(tokens.shape[1], job.strategy.cp * parts) * parts, job.coordinates(rank).cp
         if more := size * job.strategy.cp - tokens.shape[1]:
             if BOUNDS[0] in batch:
                 _refuse(f"does not divide a joined row of {tokens.shape[1]} tokens", "Choose --attention sdpa.")

@@ -12,7 +12,6 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import ceil_div
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.mesh.plan import COLWISE, ROWWISE, SUMMED, plan_of, style_of
 from toolkit.engines.registry import register_transform
@@ -35,14 +34,12 @@ class SequenceParallel(Transform):
         return job.strategy.tp_sequence or None
 
     def refuse(self, job: Job) -> None:
-        strategy, tp, cp = job.strategy, job.strategy.tp, job.strategy.cp
-        length = ceil_div(job.train_config.seq_len, cp)
+        strategy, tp, length = job.strategy, job.strategy.tp, job.train_config.seq_len
         if tp == 1:
             _refuse("splits rows over the ranks of a tp group, and tp is 1", "Give --tp 2, or leave it out.")
-        if length % tp:
-            rows = f"seq_len {length}" if cp == 1 else f"the {length} tokens of a row that a rank of cp {cp} has"
-            fix = f"Choose --seq-len {max(1, length // tp) * tp * cp}."
-            _refuse(f"splits rows over tp {tp}, which does not divide {rows}", fix)
+        if length % tp and strategy.cp == 1:  # context parallelism lengthens rows
+            fix = f"Choose --seq-len {max(1, length // tp) * tp}."
+            _refuse(f"splits rows over tp {tp}, which does not divide seq_len {length}", fix)
         for what, given in (
             (f"adapter {strategy.adapter!r}", strategy.adapter != "none"),
             ("--ep", strategy.ep > 1),
