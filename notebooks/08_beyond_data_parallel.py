@@ -162,7 +162,7 @@ for name, (schedule, count) in rows_of.items():
 # %% [markdown]
 # How long does a rank wait? **Measured** is the share of a step outside forward and backward, **forecast** the played
 # schedule with the stages' own times, **computed** (p − 1) / (v·m + p − 1) of p equal stages, m micro-batches and v
-# stages a rank. Of micro-batches in flight the first rank keeps the activations.
+# stages a rank. In flight: the first rank keeps activations of so many micro-batches at once.
 
 # %% tags=["helper"]
 forecasts = {name: run.memory["forecast"]["pipeline"] for name, run in runs.items()}
@@ -204,7 +204,8 @@ tk.vary(a_step, schedule=list(runs), start={"schedule": "1f1b"})
 # %% [markdown]
 # ## How many micro-batches?
 #
-# More of them, and ranks wait less. Play the schedules without a run, a backward taking twice as long as a forward:
+# More of them, and ranks wait less. Play the schedules without a run. A forward takes a
+# second here, a backward two:
 
 # %% tags=["helper"]
 SMALL = llama(32, 64, 128, 4, 256, 4)
@@ -221,7 +222,7 @@ def play(stages, micro, kind):
 def draw_schedule(played, kind):
     stages = [{"rank": rank, "idle": share} for rank, share in enumerate(played.idle)]
     about = {"actions": actions_of(played), "length": played.length, "idle_share": played.idle_share}
-    return schedule_picture({**about, "stages": stages, "schedule": kind, "timed": False})
+    return schedule_picture({**about, "stages": stages, "schedule": kind, "timed": True})
 
 
 # %%
@@ -435,8 +436,8 @@ assert backward == 5  # q, k, v, gate and up
 # %%
 def sent_by_a_layer(ranks, tokens):
     each = 2 * (ranks - 1) / ranks * 2 * tokens * LLAMA_8B.hidden
-    rows = [Bar(label="by hand", parts={"forward": 2 * each, "backward": 2 * each})]
-    rows.append(Bar(label="--tp", parts={"forward": forward * each, "backward": backward * each}))
+    rows = [Bar(label="by hand", parts={"in the forward": 2 * each, "in the backward": 2 * each})]
+    rows.append(Bar(label="--tp", parts={"in the forward": forward * each, "in the backward": backward * each}))
     return HTML(bars(rows, title=f"A layer of a Llama of 8B, {ranks} ranks: sent by a rank (computed)"))
 
 
@@ -814,7 +815,7 @@ assert cube_of_eight.ranks == 8
 # %% tags=["helper"]
 CANDIDATES = {
     "fsdp": {"sharding": "fsdp"}, "zero3": {"sharding": "zero3"}, "tp 8": {"tp": 8}, "pp 4": {"pp": 4},
-    "tp 8, pp 2": {"tp": 8, "pp": 2}, "tp 8, pp 4": {"tp": 8, "pp": 4},
+    "tp 8 × pp 2": {"tp": 8, "pp": 2}, "tp 8 × pp 4": {"tp": 8, "pp": 4},
 }  # fmt: skip
 ROWS_A_STEP = 128
 
@@ -867,7 +868,8 @@ for fields in asked_for:
     try:
         tk.forecast("embedded", strategy, machine(4), ranks=strategy.least_ranks, advice=False)
     except tk.StrategyError as error:
-        refused.append((" ".join(f"--{name} {value}" for name, value in fields.items()), str(error)))
+        words = (f"--{name.replace('_', '-')} {value}" for name, value in fields.items())
+        refused.append((" ".join(words), str(error)))
 table("Refused", ("asked", "the sentence"), refused)
 
 # %% [markdown]
