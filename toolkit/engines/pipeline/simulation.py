@@ -67,7 +67,8 @@ class SimulatedPipeline(Engine):
         job, ledger, own = simulation.job, simulation.ledger, simulation.state.parameters
         own *= job.parallelism.shard_size if sharded(job) else 1  # it is sharded in `prepare`
         assert job.spec is not None
-        whole = sum(state.bytes for state in parameters_of(job))
+        adapter = job.strategy.adapter != "none"  # which comes later
+        whole = sum(state.bytes for state in parameters_of(job) if not (adapter and state.trainable))
         ledger.enter("load")
         if job.device.kind == "cpu":
             if (job.spec.config.get("dtype") or "float32") != job.kept_dtype:
