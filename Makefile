@@ -6,14 +6,16 @@
 #              some: make cards RESULTS="llama qwen3". What is there for the installed versions is not run again
 # make schemas the JSON Schemas of forecast, plan and doctor
 # make dist    wheel and sdist into dist/, each installed into a fresh environment and imported
+# make lower-bounds   installs the lowest versions that pyproject.toml declares into a fresh environment, and trains there
 # make notebooks    executes notebooks/*.py into the .ipynb files, with their outputs; some: make notebooks NOTEBOOKS="01 02"
 # make screenshots   make the pictures of README: JupyterLab in the system's Chromium
 #
 # Each checks first for the system packages that it needs (.ci/system-packages), then makes .venv, if it is not there or not current.
 
 PYTHON ?= python3
-# Short rows: weights, gradients and moments outweigh the activations, as in large models.
-DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20 --seq-len 64 --micro-batch 2
+# Short rows: weights, gradients and moments outweigh the activations, as in large models. zero3 keeps no module gathered: its default is
+# a billion elements, which is all of a small model.
+DEMO ?= --sharding ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op --processes 2 --steps 20 --seq-len 64 --micro-batch 2 --live-elements 1
 PYTEST ?=
 # Much of a run of several ranks is one process that imports: two files of such tests at once keep two cores busy.
 RUNNERS ?= 2

@@ -29,9 +29,21 @@ CASES = [
     for ranks in (2, 4)
     if sharding != "hsdp" or ranks == 4
 ]
+CASES += [
+    {"sharding": sharding, "adapter": "none", "precision": precision, "ranks": ranks, "tp": tp, "pp": pp}
+    for precision in ("bf16", "bf16_pure")
+    for sharding, ranks, tp, pp in (
+        ("none", 2, 2, 1),
+        ("fsdp", 4, 2, 1),
+        ("none", 2, 1, 2),
+        ("none", 4, 1, 4),
+        ("fsdp", 4, 1, 2),
+        ("none", 4, 2, 2),
+    )
+]
 
-SMOKE = (2, 26)
-"""Cases of a smoke test: FSDP of a whole model, and ZeRO-3 of a packed one."""
+SMOKE = (2, 26, 30)
+"""Cases of a smoke test: FSDP of a whole model, ZeRO-3 of a packed one, and a pipeline."""
 
 
 def checkpoint(folder: Path, hidden: int) -> Path:
@@ -96,9 +108,13 @@ def worker(config: dict[str, Any]) -> None:
 
     case = config["case"]
     groups = 2 if case["sharding"] == "hsdp" else 1
-    spec, train_config = describe(config["model"]), TrainConfig(micro_batch=1, seq_len=64)
+    spec, train_config = (
+        describe(config["model"]),
+        TrainConfig(micro_batch=1, accumulation=case.get("pp", 1), seq_len=64),
+    )
     fields = {name: case[name] for name in ("sharding", "adapter", "precision")}
-    strategy = Strategy(**fields, dp_replicate=groups)
+    degrees = {name: case.get(name, 1) for name in ("tp", "pp")}
+    strategy = Strategy(**fields, **degrees, dp_replicate=groups)
     # Before the engine is set up: under ZeRO-3 transformers then builds no model on the meta device.
     expected = forecast(spec, strategy, None, train_config, ranks=case["ranks"], allow_unquantized=True, advice=False)
     accelerator = make(strategy, train_config, spec)
@@ -154,6 +170,8 @@ def table(results: list[dict[str, Any]], weights: int) -> Table:
         "adapter",
         "precision",
         "ranks",
+        "tp",
+        "pp",
         "kept",
         "load",
         "prepare",
@@ -161,7 +179,7 @@ def table(results: list[dict[str, Any]], weights: int) -> Table:
         "bound",
         "forecast",
     )
-    rows = [(*(row[name] for name in columns[:4]), *cells(row)) for row in results]
+    rows = [(*(row.get(name, 1) for name in columns[:6]), *cells(row)) for row in results]
     title = f"Load peaks of the fullest rank, MiB; {format_bytes(weights * 2)} in bf16. Forecast: of load and prepare"
     return Table(title=title, columns=columns, rows=rows)
 

@@ -134,6 +134,7 @@ def runs() -> Iterator[Published]:
     yield from accelerate_blog()
     yield from fms()
     yield from answer_ai()
+    yield from long_rows()
 
 
 def llama(config: Mapping[str, int]) -> Any:
@@ -152,6 +153,45 @@ def gpt2(layers: int, hidden: int) -> Any:
 
 TITAN = "torchtitan, docs/performance.md"
 TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+
+
+LONG = 1_048_576
+"""Tokens of a row."""
+
+
+def qwen3_8b() -> Any:
+    """Qwen3 8B with rotary positions for a row of `LONG`."""
+    from transformers import Qwen3Config
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "original_max_position_embeddings": 32768}
+    return Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, max_position_embeddings=LONG, tie_word_embeddings=False, rope_parameters=yarn,
+    )  # fmt: skip
+
+
+def long_rows() -> Iterator[Published]:
+    """One row a step, divided among the GPUs of a node."""
+    yield Published(
+        what="Qwen3 8B, FSDP2, context parallel over 8, 1 x 1,048,576, 8x H100-80GB",
+        source="huggingface/trl, pull request 6846 and docs/source/long_context_training.md",
+        assumed="a ring of keys and values there, heads exchanged here; a step took 364, 373 and 380 s, and the middle one is "
+        "compared; fp32 masters, as Accelerate makes them of bf16 weights under FSDP2; whether its 56.2 GB are what the allocator "
+        "reserves is not said",
+        config=qwen3_8b(),
+        hardware="8x H100-80GB",
+        strategy=tk.Strategy(
+            loss="chunked",
+            sharding="fsdp",
+            cp=8,
+            precision="bf16",
+            activation_checkpointing="full",
+            activation_offload=True,
+        ),
+        train_config=tk.TrainConfig(seq_len=LONG, micro_batch=1),
+        memory=56.2e9,
+        speed=LONG / 373 / 8,
+    )
 
 
 def peft() -> Iterator[Published]:

@@ -781,4 +781,4 @@ print(f"{sum(shapes[name][0] for name in spec.linears):,} lengths, one for each 
 # %% [markdown]
 # ## Next
 #
-# You have seen all seven. Take a model of yours: `toolkit plan MODEL --hardware L4`, then `toolkit train`.
+# [08_beyond_data_parallel](08_beyond_data_parallel.ipynb): divide the layers, the matrices, a sequence or the experts.

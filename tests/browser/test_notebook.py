@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_a_run_from_its_launch_to_another_day(desk: Desk, run: Path) -> None:
     expect(notebook.run(OTHER)).to_have_text("42 running")
     until_step(view, before + 2)
     assert issues(page, ".jp-OutputArea") == []
+    view.locator(".toolkit-curve").first.hover()  # it is drawn again meanwhile
+    expect(view.locator("i:hover")).to_have_attribute("data-at", re.compile(r"loss: [\d.]+, step \d+"))
 
     # An interrupt ends the waiting, and not the run.
     waited = notebook.start(WAIT)

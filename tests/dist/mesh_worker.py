@@ -26,7 +26,7 @@ def loader(
 ) -> Iterator[dict[str, Any]]:
     """This rank's micro-batches: the same rows a step on any number of ranks, each row with another number of labels.
 
-    `rows_are` `documents`: each row holds two of them; `padded`: each ends with another number of padding.
+    `rows_are` `documents`: each row holds two of them; `padded`: each ends with another number of padding; `odd`: one token less.
     """
     import torch
 
@@ -45,14 +45,18 @@ def loader(
             labels[columns["attention_mask"] == 0] = -100
         shape = (accumulation, dp_size, -1, SEQ_LEN)
         for micro in range(accumulation):
-            yield {name: column.reshape(shape)[micro, dp_rank].contiguous() for name, column in columns.items()}
+            tokens = slice(SEQ_LEN - (rows_are == "odd"))
+            yield {
+                name: column.reshape(shape)[micro, dp_rank, :, tokens].contiguous() for name, column in columns.items()
+            }
 
 
 def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]:
-    """A user's own loop over a prepared loader, with the one call that every engine has; and what a pipeline refuses there."""
+    """A user's own loop over a prepared loader, with the one call that every engine has; and what is refused there."""
     from torch.utils.data import DataLoader
 
     from toolkit import ToolkitError, forward_backward
+    from toolkit import loss as loss_of
 
     accelerator, config, taken = ours.accelerator, ours.job.train_config, []
     rows = [
@@ -60,6 +64,14 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
         for columns in loader(vocab, 0, steps, 0, 1, accumulation=1)
         for row in range(ROWS)
     ]
+    refused = []
+    sizes = ours.job.parallelism
+    if sizes.dp_size < sizes.ranks:
+        others = [{name: column[None] + accelerator.process_index for name, column in rows[0].items()}]
+        try:
+            forward_backward(accelerator, ours.model, others * config.accumulation)
+        except ToolkitError as error:
+            refused.append(str(error))
     batches = iter(accelerator.prepare(DataLoader(rows, batch_size=config.micro_batch)))
     while micro_batches := list(itertools.islice(batches, config.accumulation)):
         loss = forward_backward(accelerator, ours.model, micro_batches)
@@ -68,13 +80,16 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
         ours.optimizer.zero_grad()
         schedule.scheduler.step()
         taken.append([float(loss), float(norm)])
-    refused = []
-    calls = [
-        lambda: accelerator.backward(loss),
-        lambda: accelerator.save_state("."),
-        lambda: accelerator.prepare(ours.model),
-    ]
-    for call in calls if ours.job.parallelism.pp > 1 else ():
+    row = {name: column[None].to(accelerator.device) for name, column in rows[0].items()}
+    calls = {
+        "pp": [
+            lambda: accelerator.backward(loss),
+            lambda: accelerator.save_state("."),
+            lambda: accelerator.prepare(ours.model),
+        ],
+        "cp": [lambda: ours.model(**row), lambda: loss_of(ours.model, row)],
+    }
+    for call in (call for name, each in calls.items() if getattr(ours.job.parallelism, name) > 1 for call in each):
         try:
             call()
         except ToolkitError as error:
@@ -122,10 +137,14 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
             saver.save(step.step)
         if step.step == cell["upto"]:
             break
+    hooks = (hook for module in ours.model.modules() for hook in module._forward_pre_hooks.values())
+    assert not any("ExpertLoad" in getattr(hook, "__qualname__", "") for hook in hooks), "the loop has ended"
     if saver:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads}
+    layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)
+    measured["recomputed"] = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
     if "spoil" in cell:  # as a gradient would that one rank reduces otherwise
         named = ours.model.named_parameters()
         next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)

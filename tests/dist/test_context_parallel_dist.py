@@ -18,7 +18,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 GATHER = {"cp_attention": "gather"}
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-LORA = {"adapter": "lora", "lora_rank": 4}
+LORA, DORA, QLORA = ({"adapter": adapter, "lora_rank": 4} for adapter in ("lora", "dora", "qlora"))
 
 Cell = tuple[str, dict[str, Any], str]
 """A model, a strategy, and what rows hold."""
@@ -26,6 +26,7 @@ Cell = tuple[str, dict[str, Any], str]
 TWO: dict[str, Cell] = {
     "none": ("llama", {"sharding": "none"}, "whole"),
     "ddp, gather, documents": ("llama", {"sharding": "ddp", **GATHER}, "documents"),
+    "none, odd rows": ("llama", {"sharding": "none"}, "odd"),
     "zero1, padded": ("llama", {"sharding": "zero1"}, "padded"),
     "zero2, gather, padded": ("llama", {"sharding": "zero2", **GATHER}, "padded"),
     "zero3, window, documents": ("qwen3", {"sharding": "zero3"}, "documents"),
@@ -39,12 +40,27 @@ TWO: dict[str, Cell] = {
     "ddp, soft caps": ("gemma2", {"sharding": "ddp", "attention": "eager"}, "documents"),
     "fsdp, soft caps, gather": ("gemma2", {"sharding": "fsdp", "attention": "eager", **GATHER}, "padded"),
     "fsdp, lora, gather": ("llama", {"sharding": "fsdp", **LORA, **GATHER}, "documents"),
+    "fsdp, dora": ("llama", {"sharding": "fsdp", **DORA}, "documents"),
+    "zero2, qlora, gather": ("llama", {"sharding": "zero2", **QLORA, **GATHER}, "whole"),
+    "fsdp, qlora": ("llama", {"sharding": "fsdp", **QLORA}, "whole"),
 }  # fmt: skip
 FOUR: dict[str, Cell] = {
     "cp4 of two key heads": ("llama", {"sharding": "ddp", "cp": 4}, "documents"),
     "cp2 in fsdp": ("qwen3", {"sharding": "fsdp"}, "documents"),
     "cp2 in zero2": ("llama", {"sharding": "zero2"}, "whole"),
+    "cp2 in hsdp": ("llama", {"sharding": "hsdp", "dp_replicate": 2}, "padded"),
+    "cp2 over tp2": ("llama", {"sharding": "none", "tp": 2}, "documents"),
+    "cp2 over tp2 in fsdp": ("qwen3", {"sharding": "fsdp", "tp": 2, **GATHER}, "whole"),
+    "cp2 over tp2, lora": ("llama", {"sharding": "fsdp", "tp": 2, **LORA}, "documents"),
+    "cp2 over tp2 in ep4": ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 4}, "whole"),
 }
+
+SAVED = {
+    2: ("fsdp, dora", "fsdp, qlora", "zero3, cpu, whole loss"),
+    4: ("cp2 in hsdp", "cp2 over tp2", "cp2 over tp2 in fsdp", "cp2 over tp2 in ep4"),
+}
+"""Ranks → cells that save, export and are resumed."""
+RESUMED = [(ranks, name) for ranks, names in SAVED.items() for name in names]
 
 Gave = dict[tuple[int, str], dict[str, Any]]
 
@@ -58,13 +74,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Each rank draws masks of its own, as data-parallel ranks do: without dropout losses are comparable.
     (root / "gpt2" / "config.json").write_text(json.dumps({**config, **dict.fromkeys(DROPOUTS, 0.0)}))
     tiny.gemma2(root / "gemma2", attn_logit_softcapping=5.0, sliding_window=8)
+    tiny.mixtral(root / "mixtral")
     return root
 
 
 def reference(cell: Cell) -> str:
     """The name of the cell in one process."""
     model, strategy, rows = cell
-    return f"{model}, {rows}{', lora' * ('adapter' in strategy)}"
+    return ", ".join((model, rows, *filter(None, [strategy.get("adapter")])))
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +90,34 @@ def gave(root: Path) -> Gave:
         model, strategy, rows = given
         more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
         strategy = {"loss": "chunked", **strategy}
-        return {"name": name, "folder": str(root / model), "strategy": strategy, "rows": rows, "upto": 4, **more}
+        return {"name": name, "folder": str(root / model), "strategy": strategy, "rows": rows, **{"upto": 4, **more}}
 
-    def split(cells: dict[str, Cell]) -> list[dict[str, Any]]:
-        return [cell(name, (model, {"cp": 2, **strategy}, rows)) for name, (model, strategy, rows) in cells.items()]
+    def split(cells: dict[str, Cell], ranks: int) -> list[dict[str, Any]]:
+        made = []
+        for name, (model, strategy, rows) in cells.items():
+            given, saves = (model, {"cp": 2, **strategy}, rows), name in SAVED[ranks]
+            made.append(
+                cell(name, given, **{"into": name, "saves": [2], "export": f"{name}, exported"} if saves else {})
+            )
+            made += [cell(f"{name}, resumed", given, **{"from": f"{name}/step-00000002"})] if saves else []
+        return made
 
     alone = {reference(given): given for given in (*TWO.values(), *FOUR.values())}
     saved: dict[str, Any] = {"into": "cp", "saves": [2], "export": "exported"}
     groups = [
         (
             1,
-            [cell(name, (model, LORA if "adapter" in way else {}, rows)) for name, (model, way, rows) in alone.items()],
+            [
+                cell(name, (model, {key: way[key] for key in LORA if key in way}, rows))
+                for name, (model, way, rows) in alone.items()
+            ]
+            + [cell("own", ("llama", {}, "whole"), own=True), cell("twenty", ("qwen3", {}, "documents"), upto=20)],
         ),
         (
             2,
             [
-                *split(TWO),
+                *split(TWO, 2),
+                cell("own", ("llama", {"sharding": "fsdp", "cp": 2}, "whole"), own=True),
                 cell("saved", ("llama", {"sharding": "ddp", "cp": 2}, "whole"), **saved),
                 cell(
                     "to zero3",
@@ -100,7 +129,36 @@ def gave(root: Path) -> Gave:
                 cell("and back", ("llama", {"sharding": "fsdp", "cp": 2}, "whole"), **{"from": "z/step-00000003"}),
             ],
         ),
-        (4, split(FOUR)),
+        (
+            4,
+            [
+                *split(FOUR, 4),
+                cell("own", ("llama", {"sharding": "ddp", "cp": 2}, "whole"), own=True),
+                cell("twenty", ("qwen3", {"sharding": "ddp", "cp": 2}, "documents"), upto=20),
+            ],
+        ),
+        (
+            1,
+            [
+                cell(
+                    "of tp2",
+                    ("llama", {}, "documents"),
+                    **{"from": "cp2 over tp2/step-00000002"},
+                    into="one",
+                    saves=[3],
+                )
+            ],
+        ),
+        (
+            4,
+            [
+                cell(
+                    "and back",
+                    ("llama", {"sharding": "fsdp", "cp": 2, "tp": 2}, "documents"),
+                    **{"from": "one/step-00000003"},
+                )
+            ],
+        ),
     ]
     return tiny.run_meshes(groups, root / "llama", root / "scratch")
 
@@ -113,18 +171,48 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name:
     assert gave[count, name]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["to zero3", "and back"])
-def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, name: str) -> None:
-    steps = gave[2, name]["steps"]
-    tiny.assert_same(steps, gave[1, "llama, whole"]["steps"][-len(steps) :])
+@pytest.mark.parametrize(
+    ("ranks", "name", "rows"),
+    [(2, "to zero3", "whole"), (2, "and back", "whole"), (1, "of tp2", "documents"), (4, "and back", "documents")],
+)
+def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, ranks: int, name: str, rows: str) -> None:
+    steps = gave[ranks, name]["steps"]
+    tiny.assert_same(steps, gave[1, f"llama, {rows}"]["steps"][-len(steps) :])
 
 
-def test_the_export_is_the_trained_model(gave: Gave) -> None:
-    assert gave[2, "saved"]["logits_error"] <= 1e-6
+def test_twenty_steps_are_those_of_one_process(gave: Gave) -> None:
+    """With accumulation, uneven labels, a norm that is clipped, and a tied head."""
+    expected = gave[1, "twenty"]["steps"]
+    assert len(expected) == 20
+    assert max(norm for _, norm, _ in expected) > 1
+    tiny.assert_same(gave[4, "twenty"]["steps"], expected)
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("ulysses", "bf16"), ("gather", "fp32")])
-def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path, kind: str, precision: str) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_own_loop_divides_rows_in_one_call(gave: Gave, ranks: int) -> None:
+    result = gave[ranks, "own"]
+    for ours, theirs in zip(result["steps"], gave[1, "own"]["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    rows, *calls = result["refused"]
+    assert "other rows on rank 1 than on rank 0" in rows
+    assert len(calls) == 2
+    assert all("tk.forward_backward(accelerator, model, micro_batches)" in sentence for sentence in calls)
+
+
+@pytest.mark.parametrize(("ranks", "name"), RESUMED)
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(gave: Gave, ranks: int, name: str) -> None:
+    assert gave[ranks, f"{name}, resumed"]["steps"] == gave[ranks, name]["steps"][2:]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "saved"), *RESUMED])
+def test_the_export_is_the_trained_model(gave: Gave, ranks: int, name: str) -> None:
+    assert gave[ranks, name]["logits_error"] <= 1e-6
+
+
+@pytest.mark.parametrize(("kind", "tp", "precision"), [("ulysses", 1, "bf16"), ("gather", 2, "fp32")])
+def test_a_run_is_forecast_and_holds_a_share_of_the_activations(
+    tmp_path: Path, kind: str, tp: int, precision: str
+) -> None:
     """From the shell; rows without padding, so that no mask of s × s hides the activations. In bf16 FSDP2 copies the rows."""
     (tmp_path / "text.txt").write_text(" ".join(f"w{number * 7 % 2000}" for number in range(20_000)))
     size = (
@@ -138,15 +226,15 @@ def test_a_run_is_forecast_and_holds_a_share_of_the_activations(tmp_path: Path, 
         "none",
         "--no-save",
     )
-    way = ("--processes", "2", "--sharding", "fsdp", "--cp", "2", "--cp-attention", kind, "--precision", precision)
-    way += ("--no-guard",)
-    python("-m", "toolkit.cli", "train", "--data", "text.txt", *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
+    way = ("--processes", str(2 * tp), "--sharding", "fsdp", "--cp", "2", "--tp", str(tp), "--cp-attention", kind)
+    command = ("train", "--data", "text.txt", *way, *size, "--precision", precision, "--no-guard", "--run-dir", "run")
+    python("-m", "toolkit.cli", *command, cwd=tmp_path, code=0)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     for rank in memory["measured"]["per_rank"]:
         assert memory["forecast"]["device"]["peak_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.04)
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     alone = Strategy(**{**run["strategy"], "cp": 1, "cp_attention": "auto"})
-    whole = forecast(describe(None), alone, "2x cpu", TrainConfig(**run["train_config"]), one_document=True)
+    whole = forecast(describe(None), alone, f"{2 * tp}x cpu", TrainConfig(**run["train_config"]), one_document=True)
     # Keys and values are whole under gather.
     limit = {"ulysses": 0.6, "gather": 0.75}[kind]
     assert memory["forecast"]["device"]["parts"]["activations"] < limit * whole.parts["activations"]

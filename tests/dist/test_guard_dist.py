@@ -75,7 +75,7 @@ def run_guard(folder: Path, *flags: str, plugin: str = "", code: int = 0) -> dic
     return result
 
 
-@pytest.mark.parametrize("flags", [("--tp", "2"), ("--sharding", "fsdp", "--cp", "2")])
+@pytest.mark.parametrize("flags", [("--tp", "2"), ("--sharding", "fsdp", "--cp", "2"), ("--tp", "2", "--cp", "2")])
 def test_a_right_cut_is_certified(tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = run_guard(tmp_path, *flags)
     assert result["agrees"]

@@ -102,6 +102,11 @@ def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name:
         assert ours[1] == pytest.approx(theirs[1], rel=5e-5)
 
 
+def test_every_second_layer_is_recomputed(gave: Gave) -> None:
+    """FSDP shards a model with `tp` as it is read, which gives its layers another class."""
+    assert gave[4, "to both"]["recomputed"] == [True, False]
+
+
 @pytest.mark.parametrize("name", [f"{model}-{way}" for model in MODELS for way in ("tp", "both")])
 def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> None:
     model, way = name.split("-")
@@ -115,7 +120,7 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str) -> N
     ("model", "words"),
     [
         ("deep llama", ("--processes", "2")),
-        ("deep qwen3", ("--processes", "4", "--sharding", "fsdp", "--save-every", "1")),
+        ("deep qwen3", ("--processes", "4", "--sharding", "fsdp", "--save-every", "1", "--tp-sequence")),
     ],
 )
 def test_a_run_is_forecast_and_its_report_says_so(root: Path, model: str, words: tuple[str, ...]) -> None:

@@ -157,3 +157,17 @@ def test_the_default_rows_of_a_step_pass_through_the_stages_one_by_one(tmp_path:
     for stage, measured in zip(stages, memory["measured"]["per_rank"], strict=True):
         assert stage["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.04)
     assert memory["forecast"]["device"]["peak_bytes"] == max(stage["peak_bytes"] for stage in stages)
+    assert_ran_as_played(memory["schedule"], memory["forecast"]["pipeline"])
+    assert "idle, measured" in (run / "report.html").read_text()
+
+
+def assert_ran_as_played(ran: dict[str, Any], played: dict[str, Any]) -> None:
+    """Each rank took its actions in the played order, and each forward of the second stage after that of the first."""
+    for rank in (0, 1):
+        ours, theirs = ([each[1:4] for each in made["actions"] if each[0] == rank] for made in (ran, played))
+        assert ours == theirs
+    assert all(0 < share < 1 for share in ran["idle"])
+    times = {(kind, stage, micro): (begin, end) for _, kind, stage, micro, begin, end in ran["actions"]}
+    for micro in range(4):
+        assert times["F", 0, micro][1] <= times["F", 1, micro][0] + 1e-3, "clocks of two processes, read apart"
+        assert times["B", 1, micro][1] <= times["B", 0, micro][0] + 1e-3

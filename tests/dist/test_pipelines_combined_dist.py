@@ -122,7 +122,8 @@ def test_a_loop_of_ones_own_computes_the_same_on_every_engine(gave: Gave, name: 
 
 
 def test_what_a_loop_of_ones_own_cannot_do_is_refused_in_a_sentence(gave: Gave) -> None:
-    backward, save_state, prepare = gave[2, "own, pp"]["refused"]
+    rows, backward, save_state, prepare = gave[2, "own, pp"]["refused"]
+    assert "other rows on rank 1 than on rank 0" in rows
     assert "tk.forward_backward(accelerator, model, batches)" in backward
     assert "tk.save" in save_state
     assert "without its optimizer" in prepare

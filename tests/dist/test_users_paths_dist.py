@@ -65,6 +65,19 @@ def test_an_accelerate_script_shards_with_one_changed_line(tmp_path: Path) -> No
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-3)
 
 
+def test_a_plain_script_on_cpu_ranks_needs_accelerates_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the guide says: without it Accelerate starts two runs of one process, each with all rows."""
+    model = tiny.llama(tmp_path / "llama")
+    (tmp_path / "plain.py").write_text(SCRIPT)
+    apart = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    joined = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
+    assert (apart.count("prepared LlamaForCausalLM"), len(losses(apart))) == (2, 8)
+    assert (joined.count("prepared DistributedDataParallel"), len(losses(joined))) == (1, 2)
+
+
 def test_trls_script_under_our_config_is_audited_and_forecast(tmp_path: Path) -> None:
     """Without a GPU Accelerate makes two runs of one process of it. The audit stops them; `toolkit launch` distributes it."""
     model = tiny.llama(tmp_path / "llama")

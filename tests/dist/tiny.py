@@ -41,6 +41,11 @@ def qwen3(folder: Path, **changes: Any) -> Path:
     return _save("Qwen3ForCausalLM", folder, **{**DENSE, "head_dim": 32, **changes})
 
 
+def mistral(folder: Path, **changes: Any) -> Path:
+    """Every layer has a window."""
+    return _save("MistralForCausalLM", folder, **{**DENSE, "head_dim": 16, "sliding_window": 8, **changes})
+
+
 def gemma2(folder: Path, **changes: Any) -> Path:
     """Soft caps on scores and logits; every second layer has a window."""
     return _save("Gemma2ForCausalLM", folder, **{**DENSE, "head_dim": 16, "query_pre_attn_scalar": 16, **changes})

@@ -10,19 +10,21 @@ import re
 import sys
 import threading
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import runs
 
-from toolkit.core.charts import POINTS, Bar, bars, curve, figure, thinned
+from toolkit.config.parallelism import Parallelism
+from toolkit.core.charts import HOVERED, POINTS, Bar, bars, curve, figure, thinned
 from toolkit.core.display import JsonRecord, Table
 from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
 from toolkit.core.units import GiB, MiB
+from toolkit.forecasting.mesh_picture import mesh_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = list(COLOURS)
@@ -37,10 +39,9 @@ CONES = {
 
 def parse(image: str) -> ElementTree.Element:
     """The SVG in an image, with what every picture has to have."""
-    match = re.fullmatch(
+    (match,) = re.finditer(
         r'<img alt="([^"]+)" width="(\d+)" height="(\d+)" [^>]*src="data:image/svg\+xml;base64,([^"]+)">', image
     )
-    assert match
     root = ElementTree.fromstring(base64.b64decode(match[4]))
     assert root.tag == f"{SVG}svg"
     assert root.get("viewBox") == f"0 0 {match[2]} {match[3]}"
@@ -175,6 +176,28 @@ def test_a_curve_leaves_gaps_and_says_its_values() -> None:
     assert SERIES["evaluation"] in str(evaluation.get("style"))
 
 
+def test_a_curve_has_the_values_under_a_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cretNobodyKnows")
+    points: list[tuple[float, float | None]] = [(1, 4.0), (2, None), (3, 2.0), (4, 3.0)]
+    lines = {"loss": points, "s3cretNobodyKnows": [(3.0, 1.5)]}
+    shown = curve(lines, title="Loss", x="step", y="loss", spell_y="{:.1f}".format)
+    strips = re.findall(r'<i[^>]* data-at="([^"]*)" style="left:([\d.]+)%;width:([\d.]+)%">', shown)
+    assert [text.split("\n")[0] for text, *_ in strips] == [
+        "loss: 4.0, step 1",
+        "loss: 2.0, step 3",
+        "loss: 3.0, step 4",
+    ]
+    assert "1.5, step 3" in strips[1][0]
+    assert "s3cret" not in shown
+    ends = [(float(left), float(left) + float(wide)) for _, left, wide in strips]
+    assert (ends[0][0], ends[-1][1]) == (0, 100)
+    assert all(end == pytest.approx(start, abs=0.01) for (_, end), (start, _) in pairwise(ends))
+    assert [start < share < end for (start, end), share in zip(ends[1:], (200 / 3, 99), strict=True)] == [True, True]
+    many = curve({"loss": [(step, 1 / step) for step in range(1, 5001)]}, title="Loss", x="step", y="loss")
+    assert many.count("data-at=") == HOVERED + 1
+    assert "data-at" not in curve({"loss": [(1, None)]}, title="Loss", x="step", y="loss")
+
+
 def test_a_logarithmic_axis() -> None:
     points: list[tuple[float, float | None]] = [(1, 100.0), (2, 10.0), (3, 0.0), (4, 1.0)]
     svg = curve({"loss": points}, title="Loss", x="step", y="loss", log=True, width=380)
@@ -294,3 +317,22 @@ def test_a_schedule_shows_what_each_rank_does_and_why_it_waits() -> None:
     for shade in SHADES.values():
         assert any(shade in style for style in shades)
     assert described(image).startswith("Two ranks")
+
+
+def test_a_mesh_shows_every_rank_with_its_layers_and_its_slice() -> None:
+    """32 ranks as 4 stages x 4 slices x 2 copies: which ranks read the same samples, and where tokens and labels enter."""
+    layers = [{"layers": (8 * stage, 8 * stage + 8)} for stage in range(4)]
+    image = mesh_picture(Parallelism(pp=4, dp_replicate=2, tp=4), {"stages": layers})
+    shown = texts(image)
+    assert sorted(int(text) for text in shown if text.isdigit()) == list(range(32))
+    assert [f"layers {8 * stage}–{8 * stage + 7}" in shown for stage in range(4)] == [True] * 4
+    assert [shown.count(text) for text in ("samples of dp 0", "samples of dp 1", "tokens", "labels")] == [1] * 4
+    assert "stage 3, layers 24–31: 8 ranks from 24" in described(image)
+    paths = (path for path in parse(image).iter(f"{SVG}path") if "#6d28d9" in (path.get("style") or ""))
+    ends = [[float(place) for place in re.findall(r"[ML] ([\d.]+)", path.get("d") or "")] for path in paths]
+    starts = sorted({min(end) for end in ends if max(end) - min(end) < 12})
+    cells = sorted({min(end) for end in ends if max(end) - min(end) > 20})
+    assert len(starts) == len(cells) == 8, "four slices on each of two stages, in two rows"
+    assert [
+        round((start - cell) / (starts[3] - cells[3]), 1) for start, cell in zip(starts[:4], cells[:4], strict=True)
+    ] == [pytest.approx(slice_ / 3, abs=0.05) for slice_ in range(4)]

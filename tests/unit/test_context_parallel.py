@@ -14,6 +14,9 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
+from toolkit.forecasting.tracing import trace
+from toolkit.training.model_checks import check_adapter
+from toolkit.transforms import context_parallel
 from toolkit.transforms.context_parallel import Rows, attention_kind
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -28,10 +31,18 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"cp": 3, "ranks": 3}, ("cp 3", "seq_len 64", "--seq-len 63")),
-        ({"tp": 2}, ("cp 2", "--tp")),
         ({"compile": True}, ("cp 2", "--compile")),
         ({"cp": 8, "ranks": 8, "cp_attention": "ulysses"}, ("cp 8", "4 heads", "gather")),
+        ({"cp": 4, "tp": 2, "ranks": 8, "cp_attention": "ulysses"}, ("cp 4", "4 heads over tp 2", "gather")),
+        ({"precision": "fp16"}, ("sharding 'fsdp'", "'fp16'", "no loss scaling")),
+        (
+            {
+                "config": transformers.MixtralConfig(
+                    **SHAPE, vocab_size=256, num_local_experts=2, intermediate_size=64, output_router_logits=True
+                )
+            },
+            ("cp 2", "MixtralForCausalLM", "output_router_logits"),
+        ),
         ({"ranks": 3}, ("cp 2", "3 ranks", "multiple of 2")),
         ({"config": transformers.T5Config(d_model=64, num_layers=1)}, ("causal", "T5")),
         ({"config": transformers.MambaConfig(hidden_size=64, num_hidden_layers=2)}, ("cp 2", "MambaForCausalLM")),
@@ -44,7 +55,7 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
             ("cp 2", "chunked_attention"),
         ),
     ],
-    ids=["rows", "tp", "compile", "heads", "ranks", "t5", "mamba", "llama4"],
+    ids=["compile", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4"],
 )
 def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(StrategyError) as refused:
@@ -65,9 +76,17 @@ def test_a_model_that_it_cannot_split_is_refused_by_the_forecast(config: Any, wo
         forecast(describe(config), Strategy(sharding="fsdp", cp=2), "4x cpu", TrainConfig(seq_len=64))
 
 
+def test_a_model_of_another_code_is_refused() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, vocab_size=256, intermediate_size=64))
+    with pytest.raises(StrategyError, match=r"cp 2 was requested.*tk\.load\(accelerator\)"):
+        check_adapter(Strategy(sharding="ddp", cp=2), model)
+
+
 def test_auto_takes_ulysses_where_the_heads_divide() -> None:
     assert attention_kind(job()) == "ulysses"
     assert attention_kind(job(cp=8, ranks=8)) == "gather"
+    assert attention_kind(job(cp=2, tp=2)) == "ulysses"
+    assert attention_kind(job(cp=4, tp=2, ranks=8)) == "gather"
 
 
 def test_ranks_and_batches() -> None:
@@ -101,10 +120,81 @@ def test_a_row_of_one_document_needs_no_mask() -> None:
     assert rows.mask(4, False) is not None
 
 
+def test_a_row_is_lengthened_to_a_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "_group", lambda job: None)
+    made = job(ranks=2)
+    batch = {name: torch.arange(7)[None] for name in ("input_ids", "labels", "position_ids")}
+    parts = [made.split({**batch, "attention_mask": torch.ones(1, 7)}, rank) for rank in range(2)]
+    assert [part["input_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 0]]]
+    assert parts[1]["labels"].tolist() == [[4, 5, 6, -100]]
+    assert parts[1]["position_ids"].tolist() == [[4, 5, 6, 7]]
+    assert parts[1][context_parallel.ROWS].mask(None, False) is None
+    padded = made.split({**batch, "attention_mask": torch.tensor([[1] * 6 + [0]])}, 1)[context_parallel.ROWS]
+    assert padded.padding.tolist() == [[1] * 6 + [0] * 2]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_causal_work_of_each_rank(cp: int) -> None:
+    """Pairs of a query and a key that it sees. Under Ulysses each rank has all of them, for its share of the heads.
+
+    `gather` gives the last rank the most, where a kernel skips what is masked: sdpa with a mask and eager attention do not. Of
+    two chunks from both ends of the row, as zigzag would divide it, ranks have equally many.
+    """
+    count = 16 * cp
+    own = [slice(rank * 16, (rank + 1) * 16) for rank in range(cp)]
+    masks = [Rows("gather", None, torch.arange(count)[None], None, False, part).mask(None, True) for part in own]
+    pairs = [int(mask.sum()) for mask in masks if mask is not None]
+    whole = Rows("ulysses", None, torch.arange(count)[None], None, False, own[0]).mask(None, False, implied=False)
+    assert whole is not None
+    assert sum(pairs) == int(whole.sum()) == count * (count + 1) // 2
+    assert [round(pair / pairs[0]) for pair in pairs] == [2 * rank + 1 for rank in range(cp)]
+    chunks = whole[0, 0].chunk(2 * cp)
+    assert len({int(chunks[rank].sum() + chunks[-1 - rank].sum()) for rank in range(cp)}) == 1
+
+
+def held_after_forward(cp: int, packed: bool) -> int:
+    """Bytes that a rank allocates in a forward of 4 rows of 2,048 tokens and still has when it ends, without masks."""
+    made = job(
+        train_config=TrainConfig(seq_len=2048, micro_batch=4), cp=cp, loss="chunked", activation_checkpointing="full"
+    )
+    assert made.spec is not None
+    events = trace(made.spec, made.engine.trace_config(made, masked=packed), batch=4, seq_len=2048).events
+    forward = [event[0] for event in events].index("backward")
+    sizes = [{"+": 1, "-": -1}.get(what, 0) * size for what, size, _ in events[:forward]]
+    return sum(size for size in sizes if abs(size) not in (4 * 2048**2, 4 * 512**2))  # bool, one for all layers
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_holds_its_share_of_the_activations(packed: bool) -> None:
+    assert held_after_forward(4, packed) <= 0.29 * held_after_forward(1, packed)
+
+
 def test_transfers() -> None:
     """Two layers of 4 heads and 2 key heads of 16, 64 tokens of 4 rows, forward, recomputation and backward."""
     own = 4 * 32 * 16 * 4
-    for fields, heads in (({}, (2 * 4 + 2 * 2) / 2), ({"cp_attention": "gather"}, 2 * 2)):
+    for fields, heads, half in (
+        ({}, (2 * 4 + 2 * 2) / 2, (2 * 2 + 2 * 2) / 2),
+        ({"cp_attention": "gather"}, 2 * 2, 2 * 1),
+    ):
         (transfer,) = [each for each in job(**fields).communication() if each.link == "cp"]
         assert transfer.size == 3 * 2 * heads * own
         assert transfer.times == 1
+        (transfer,) = [each for each in job(tp=2, **fields).communication() if each.link == "cp"]
+        assert transfer.size == 3 * 2 * half * own
+
+
+@pytest.mark.parametrize("fields", [{"cp": 4}, {"cp": 2}, {"cp": 4, "cp_attention": "gather"}])
+def test_the_transfers_are_those_of_the_forward(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of its recomputation; the backward sends as much once more. Four ranks share two heads of keys."""
+    made, sent = job(**fields), []
+    exchange = context_parallel._all_to_all
+
+    def counted(parts: torch.Tensor, group: Any) -> torch.Tensor:
+        sent.append(parts.numel() * parts.element_size() * (len(parts) - 1) / len(parts))
+        return exchange(parts, group)
+
+    monkeypatch.setattr(context_parallel, "_all_to_all", counted)
+    assert made.spec is not None
+    trace(made.spec, made.engine.trace_config(made, masked=False), batch=made.train_config.micro_batch, seq_len=64)
+    (transfer,) = [each for each in made.communication() if each.link == "cp"]
+    assert transfer.size == 3 / 2 * sum(sent)

@@ -42,7 +42,7 @@ FIELDS: dict[Path, dict[str, Any]] = {
         "bucket_elements": 200_000_000,
         "gather_bucket_elements": 200_000_000,
     },
-    ZERO3: {**COMMON, "sharding": "zero3", "offload": "cpu", "loss_scale": 2.0**16},
+    ZERO3: {**COMMON, "sharding": "zero3", "offload": "cpu", "loss_scale": 2.0**16, "live_elements": 10**9},
 }
 
 FLAGS = "--lr 1e-6 --weight-decay 0 --warmup 100 --steps 500 --micro-batch 200 --max-grad-norm 0.5"
@@ -121,6 +121,10 @@ def test_a_processor_without_fp16_refuses_the_file_by_name(path: Path) -> None:
         ({"fp16": {"initial_scale_power": 15.5}}, "fp16.initial_scale_power is 15.5. Expected a number"),
         ({"optimizer": {"params": {"betas": [0.9, None]}}}, "optimizer.params.betas is [0.9, null]. Expected a number"),
         ({"optimizer": {"params": {"betas": [0.9, 1]}}}, "betas is [0.9, 1]. Expected float below 1"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e8}},
+            "stage3_max_reuse_distance is 100000000.0. Expected 1000000000, as another key has it",
+        ),
         ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1. Expected float above 0"),
     ],
 )
@@ -143,9 +147,10 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path: Path) -> None:
     """Each is refused in one sentence that names file, key and expectation; keys without effect may have any value."""
     path = tmp_path / "ds.json"
     sections = {"fp16", "optimizer", "optimizer.params", "scheduler", "zero_optimization"}
-    for key in {*_KNOWN_KEYS, *sections} - {*WITHOUT_EFFECT, "zero_optimization.stage3_prefetch_bucket_size"}:
+    for key in {*_KNOWN_KEYS, *sections} - {*WITHOUT_EFFECT}:
         for junk in JUNK:
-            config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+            stage = 3 if "stage3" in key else 2  # a key of stage 3 has no effect under another
+            config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 1}
             place, names = config, key.split(".")
             for name in names[:-1]:
                 place = place.setdefault(name, {})

@@ -114,6 +114,9 @@ def test_buckets_follow_the_model_and_never_deepspeeds_defaults(spec: ModelSpec)
     assert small["reduce_bucket_size"] == 2**20
     open_ = job("zero3", None).settings["zero_optimization"]
     assert open_["reduce_bucket_size"] == "auto"
+    kept = "stage3_max_live_parameters", "stage3_max_reuse_distance"
+    assert {zero[key] for key in kept} == {10**9}  # but for this one
+    assert {job("zero3", spec, live_elements=7).settings["zero_optimization"][key] for key in kept} == {7}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from programs import python
 
-from toolkit import StrategyError, describe
+from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
@@ -18,6 +18,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import local_job
 from toolkit.engines.resolution import accelerate_config, default_ranks, resolve
 from toolkit.engines.states import parameters_of
+from toolkit.forecasting.expert_placement import placements
 from toolkit.models import ModelSpec
 from toolkit.training.setup import agree
 
@@ -64,11 +65,11 @@ def job_of(config: Any = None, ranks: int = 4, spec: ModelSpec | None = None, **
         ({"ep": 8, "ranks": 8}, ("8 does not divide its 4 experts", "--ep 2")),
         ({"sharding": "none", "ranks": 2}, ("ep 2 with sharding 'none' needs tp 2", "--tp 2")),
         *(({"sharding": word}, (f"sharding '{word}'", "ep 2", "fsdp")) for word in ("ddp", "zero1", "zero2", "zero3")),
-        *(({"adapter": word}, (f"adapter '{word}'", "ep 2", "adapter none")) for word in ("lora", "dora", "qlora")),
+        *(({"adapter": word}, (f"adapter '{word}'", "ep 2", "adapter none")) for word in ("dora", "qlora")),
+        ({"adapter": "lora", "lora_targets": "gate_up_proj"}, ("lora_targets 'gate_up_proj'", "q_proj")),
         ({"precision": "fp16"}, ("precision 'fp16'", "ep 2", "bf16")),
         ({"offload": "cpu"}, ("offload 'cpu'", "ep 2", "offload none")),
         ({"compile": True}, ("compile", "ep 2")),
-        ({"cp": 2}, ("cp 2", "--ep")),
         ({"tp": 2, "ep": 1}, ("tp 2", "only dense models run without --ep 2")),
     ],
 )
@@ -77,7 +78,7 @@ def test_refusals_name_value_and_fix(words: dict[str, Any], parts: tuple[str, ..
         job_of(**words)
     text = str(refused.value)
     assert [part for part in parts if part not in text] == []
-    assert "Choose" in text or "Leave out" in text
+    assert "Choose" in text or "Leave out" in text or "Known" in text
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,29 @@ def test_a_worker_finds_what_was_launched() -> None:
         2, 4, 4, 4,
     ]  # fmt: skip
     assert default_ranks(Strategy(tp=2, ep=2), hardware(MACHINE)) == 2
+
+
+def test_an_imbalance_needs_ranks_that_share_experts() -> None:
+    spec = describe(transformers.MixtralConfig(**SHAPE, **EXPERTS))
+    with pytest.raises(StrategyError, match=r"expert_imbalance 1.5 needs expert parallelism.* Give --ep N"):
+        forecast(spec, Strategy(sharding="fsdp"), "2x cpu", expert_imbalance=1.5)
+    for value in (0.5, 3):
+        with pytest.raises(StrategyError, match=f"expert_imbalance {value:g}: expected 1, all ranks alike, to 2"):
+            forecast(spec, Strategy(sharding="fsdp", ep=2), "2x cpu", expert_imbalance=value)
+
+
+def test_other_places_of_experts_have_another_imbalance() -> None:
+    config = transformers.MixtralConfig(**SHAPE, **{**EXPERTS, "num_local_experts": 8})
+    job = dataclasses.replace(job_of(config, ep=4), expert_imbalance=2.0)
+    ways = {way.name: way for way in placements(job, 3.0, 2.0)}
+    # One expert of the 8 gets 5/3 of a rank's mean, and each of the others 1/3: one rank has 2, three have 2/3.
+    assert {name: way.imbalance for name, way in ways.items()} == pytest.approx(
+        {
+            "as given": 2,
+            "its hottest expert on 2 ranks": 5 / 6 + 2 / 3,
+            "its hottest expert on 4 ranks": 5 / 12 + 2 / 3,
+            "1 of its other experts moved": 5 / 3,
+            "all ranks alike": 1,
+        }
+    )
+    assert all(way.step_seconds == pytest.approx(1 + way.imbalance) for way in ways.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held
 from toolkit.engines.pipeline.balance import balanced, times, unbalanced
 from toolkit.engines.pipeline.schedules import SEVERAL, idle_share, schedule_class
-from toolkit.engines.played import in_flight, play
+from toolkit.engines.played import Action, in_flight, measured, play
 from toolkit.engines.resolution import resolve
+from toolkit.forecasting.stages import schedule_picture, schedule_record, stages_table
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA = transformers.LlamaConfig(**SHAPE, intermediate_size=128, vocab_size=256)
@@ -221,6 +223,30 @@ def test_equal_stages_wait_as_the_formula_says(schedule: str, flight: list[int])
     assert [in_flight(own) for own in order] == flight
     slow = play(order, {(kind, stage): 1 + (stage == 0) for kind in "FB" for stage in range(stages)})
     assert slow.idle[0] < min(slow.idle[1:])
+
+
+def test_a_measured_step_is_drawn_below_its_forecast() -> None:
+    """Of the steps that ranks keep the one of median length; idle is what lies outside of its actions."""
+    config = TrainConfig(seq_len=64, accumulation=2)
+    need = forecast(describe(LLAMA), Strategy(pp=2), "2x cpu", config, ranks=2).pipeline
+    assert need is not None
+    pipeline = need.to_dict()
+
+    def step(slow: float) -> list[list[tuple[Action, float, float]]]:
+        """Of both ranks: 1 and 3 seconds of two forwards and 2 and 6 of two backwards, from second 7 on."""
+        first = [("F", 0, 0, 0, 1), ("F", 0, 1, 1, 2), ("B", 0, 0, 10, 11), ("B", 0, 1, 11, 12 * slow)]
+        second = [("F", 1, 0, 1, 4), ("B", 1, 0, 4, 7), ("F", 1, 1, 7, 9), ("B", 1, 1, 9, 11)]
+        return [[(Action(*each[:3]), 7 + each[3], 7 + each[4]) for each in own] for own in (first, second)]
+
+    ranks = list(zip(step(3), step(1), step(2), strict=True))
+    ran = schedule_record(measured([list(own) for own in ranks]))
+    assert ran["length"] == 24
+    assert ran["idle"] == pytest.approx([1 - 16 / 24, 1 - 10 / 24])
+    image = html.unescape(schedule_picture(pipeline, ran))
+    assert f"rank 1 {pipeline['stages'][1]['idle']:.1%}, measured 58.3%" in image
+    table = stages_table(pipeline, image, ran)
+    assert [row[-1] for row in table.rows] == ["33.3%", "58.3%"]
+    assert "45.8% of the median step" in table.text()
 
 
 def test_stages_that_fsdp_shards_are_whole_within_a_step() -> None:

@@ -107,7 +107,10 @@ def test_a_notebook_shows_the_same(finished: folder.Folder) -> None:
     shown = tk.report(finished.path)._repr_html_()
     assert shown.count("<img ") == 4
     assert "toolkit train --processes 2" in shown
-    assert not re.search(r"<h\d|<style|<html", shown)
+    assert not re.search(r"<h\d|<html", shown)
+    rules = [rule for style in re.findall("<style>(.*?)</style>", shown, re.S) for rule in style.strip().splitlines()]
+    assert rules
+    assert all(rule.startswith(".toolkit-curve ") for rule in rules), "the notebook's own looks stay"
 
 
 OWN = {"kind": "script", "name": "/opt/mine.py", "arguments": ["--words", "two of"], "sha256": ""}

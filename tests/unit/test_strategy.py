@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from toolkit.cli.parser import build_parser
+from toolkit.cli.planning_commands import strategies
 from toolkit.config.fields import from_dict
 from toolkit.config.flags import Parser, add_flags, given, read_assignments, to_flags
 from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
@@ -169,3 +171,13 @@ def test_no_integer_has_more_than_64_bits(value: int) -> None:
     for fields in ({"steps": value}, {"lr": value}, {"micro_batch": value}):
         with pytest.raises(StrategyError, match=r" of [\d]+ bits: expected (int|float) of at most 63 bits"):
             TrainConfig(**fields)
+
+
+def test_of_several_shardings_a_buffers_size_is_for_those_that_have_it() -> None:
+    def asked(words: str) -> list[Strategy]:
+        return strategies(build_parser().parse_args(["compare", "--sharding", words, "--live-elements", "1"]), "")
+
+    assert [(one.sharding, one.live_elements) for one in asked("ddp,zero3")] == [("ddp", None), ("zero3", 1)]
+    for words in ("ddp,fsdp", "ddp"):
+        with pytest.raises(StrategyError, match="takes no live_elements"):
+            asked(words)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from programs import python
-from transformers import MixtralConfig, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -19,6 +19,7 @@ from toolkit.engines.mesh.plan import local_job, local_shape
 from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import accelerate_config, default_ranks, resolve
 from toolkit.engines.states import parameters_of
+from toolkit.forecasting.memory import all_steps, traced
 from toolkit.models import ModelSpec
 from toolkit.training.setup import agree
 
@@ -86,6 +87,10 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
         ({"adapter": "dora"}, 4, "adapter 'dora' does not run with tp 2 yet. Choose adapter none or lora, or --tp 1."),
         ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
         ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),
+        ({"tp_sequence": True, "adapter": "lora"}, 4, "tp_sequence does not run with adapter 'lora' yet"),
+        ({"tp_sequence": True, "mlp_tiles": 2}, 4, "tp_sequence does not run with --mlp-tiles yet"),
+        ({"tp_sequence": True, "tp": 1}, 2, "tp_sequence splits rows over the ranks of a tp group, and tp is 1"),
+        ({"tp_sequence": True, "tp": 3}, 6, "tp 3, which does not divide seq_len 32. Choose --seq-len 30."),
         ({"tp": 3}, 6, "3 does not divide its 4 attention heads. Choose --tp 2."),
         ({}, 2, "sharding 'fsdp' with tp 2 needs at least 4 ranks; got 2."),
         ({"sharding": "none"}, 4, "sharding 'none' is 2 ranks; got 4 ranks. Choose sharding 'fsdp', or 2 processes."),
@@ -96,7 +101,7 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
     with pytest.raises(StrategyError) as raised:
         job_of(spec, ranks, **words)
     assert message in str(raised.value)
-    assert "Choose" in str(raised.value)
+    assert "Choose" in str(raised.value) or "Leave out" in str(raised.value) or "leave it out" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +151,31 @@ def test_transfers_follow_the_plan(spec: ModelSpec) -> None:
     # The gradient of the input of the head, of three projections and of two in each layer.
     assert sent[2].size == tokens * (1 + 5 * 2) * 64 * 2
     assert {one.times for one in sent} == {2}
+
+
+def test_split_tokens_are_gathered_and_scattered(spec: ModelSpec) -> None:
+    job = job_of(spec, precision="bf16", activation_checkpointing="none", tp_sequence=True)
+    sent = [one for one in job.engine.communication(job) if one.link == "tp"]
+    tokens = job.train_config.micro_batch * job.train_config.seq_len
+    # A whole sum is left of the embedding, and a whole gradient of the head's input.
+    assert (sent[0].size, sent[2].size) == (tokens * 64 * 2, tokens * 64 * 2)
+    # Of each layer's attention and MLP the input and the output, forward and backward; and once before and behind the layers.
+    assert sent[3].size == tokens * 64 * 2 / 2 * (2 * 2 * 2 * 2 + 2)
+    odd = dataclasses.replace(spec, tp_plan={**spec.tp_plan, "model.layers.*.mlp.down_proj": "rowwise_split_input"})
+    with pytest.raises(StrategyError, match="layers have style 'rowwise_split_input'"):
+        job_of(odd, tp_sequence=True)
+
+
+def test_split_tokens_keep_less_for_the_backward() -> None:
+    """By the trace: of twelve layers' inputs each rank keeps a half."""
+    deep = describe(LlamaConfig(vocab_size=256, intermediate_size=96, **{**SHAPE, "num_hidden_layers": 12}))
+    kept = []
+    for split in (False, True):
+        job = job_of(deep, sharding="none", ranks=2, tp_sequence=split, loss="chunked")
+        (step,) = all_steps(job, traced(job, masked=False))
+        forward = step[: 1 + next(index for index, segment in enumerate(step) if segment.what == "backward")]
+        kept.append(sum(segment.net - segment.logits_net for segment in forward))
+    assert kept[1] <= 0.6 * kept[0]
 
 
 def test_adapters_send_little(spec: ModelSpec) -> None:

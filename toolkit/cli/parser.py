@@ -71,6 +71,13 @@ SAVES = (
     _switch("--no-save", "the run exports no result"),
     _switch("--no-checkpoints", "the run writes no checkpoints"),
 )
+IMBALANCE = _argument(
+    "--expert-imbalance",
+    type=float,
+    default=1.0,
+    metavar="X",
+    help="with --ep: tokens of the rank with most, over the ranks' mean (default: 1)",
+)
 UNQUANTIZED = _switch("--allow-unquantized", "allow QLoRA with most weights unquantized")
 TOTAL_RANKS = _argument("--processes", type=int, help=f"ranks in all ({RANKS})")
 RANKS_HERE = _argument("--processes", type=int, help=f"ranks on this machine ({RANKS})")
@@ -215,7 +222,7 @@ def build_parser() -> Parser:
     add(describe, [MODEL, REMOTE_CODE])
     add(
         forecast,
-        [*FORECASTING, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, *SAVES, UNQUANTIZED, AGAINST],
+        [*FORECASTING, HOST_MEMORY, DEEPSPEED_FILE, ONE_DOCUMENT, *SAVES, UNQUANTIZED, IMBALANCE, AGAINST],
         Strategy,
         TrainConfig,
     )

@@ -52,11 +52,17 @@ def forecast(flags: argparse.Namespace) -> Result:
 
     strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized")}
+    options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized", "expert_imbalance")}
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
     open_fields = {"sharding", "tp", "ep", "pp", "offload", "dp_replicate"}.isdisjoint(given(flags, Strategy))
-    if open_fields and not flags.against and flags.processes is None and machine.ranks > 1:
+    if (
+        open_fields
+        and flags.expert_imbalance == 1
+        and not flags.against
+        and flags.processes is None
+        and machine.ranks > 1
+    ):
         return side_by_side(spec, strategy, machine, train_config, **options)
     if not flags.against:
         return forecast(spec, strategy, machine, train_config, **options)
@@ -249,11 +255,18 @@ def _check_file(strategy: Strategy, ranks: int, nodes: int) -> None:
 
 
 def strategies(flags: argparse.Namespace, shardings: str) -> list[Strategy]:
-    """Return a strategy for each sharding that `--sharding` lists, or for each of `default`."""
+    """Return a strategy for each sharding that `--sharding` lists, or for each of `default`.
+
+    The size of a buffer is for those of them that have it.
+    """
     fields = given(flags, Strategy)
-    names = [sharding_word(word) for word in fields.pop("sharding", shardings).split(",")]
-    groups = fields.pop("dp_replicate", 2)
+    rows = [SHARDINGS[sharding_word(word)] for word in fields.pop("sharding", shardings).split(",")]
+    groups, sizes = fields.pop("dp_replicate", 2), {size for row in rows for size in row.buckets}
     return [
-        from_dict(Strategy, {**fields, "sharding": name, "dp_replicate": groups if SHARDINGS[name].hybrid else 1})
-        for name in names
+        from_dict(
+            Strategy,
+            {name: value for name, value in fields.items() if name not in sizes or name in row.buckets}
+            | {"sharding": row.word, "dp_replicate": groups if row.hybrid else 1},
+        )
+        for row in rows
     ]

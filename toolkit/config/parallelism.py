@@ -129,7 +129,8 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
     rules = {
         "none": (data == 1, one, product, "ddp" if alone else "fsdp"),
         "replicate": (data > 1 or not alone, "needs at least 2 ranks", 2, "none"),  # with tp its engine refuses
-        "hybrid": (data >= 2 * groups and data % groups == 0, many, 2 * groups * product, "fsdp"),
+        # FSDP shards over the ranks of a sequence, too.
+        "hybrid": (data * strategy.cp >= 2 * groups and data % groups == 0, many, 2 * groups * product, "fsdp"),
         "shard": (True, "", 0, ""),
     }
     divides, rule, processes, other = rules[kind]

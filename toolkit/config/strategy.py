@@ -39,8 +39,8 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 """Values that have a name already and no engine yet."""
 
-BUCKETS = ("bucket_elements", "gather_bucket_elements")
-"""Sizes of communication buffers."""
+BUCKETS = ("bucket_elements", "gather_bucket_elements", "live_elements")
+"""Sizes of communication buffers, and of what stays gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ _zero = partial(
     offload=("none", "optimizer"),
     grad_accum_dtype=GRAD_ACCUM_DTYPES,
     overlap_comm=("auto", "on", "off"),
-    buckets=BUCKETS,
+    buckets=BUCKETS[:2],
 )
 _fsdp = partial(Sharding, engine="fsdp", offload=("none", "cpu"), unused_parameters=UNUSED_PARAMETERS)
 _ALL = "optimizer states, gradients, parameters"
@@ -101,7 +101,7 @@ SHARDINGS: dict[str, Sharding] = {
         ),
         _zero(word="zero1", shards="optimizer states", overlap_comm=("auto", "off")),
         _zero(word="zero2", shards="optimizer states, gradients"),
-        _zero(word="zero3", shards=_ALL, offload=("none", "optimizer", "cpu"), smaller=(), usual=True),
+        _zero(word="zero3", shards=_ALL, offload=("none", "optimizer", "cpu"), buckets=BUCKETS, smaller=(), usual=True),
         _fsdp(word="fsdp", shards=_ALL, aliases=("FULL_SHARD",), smaller=(), usual=True),
         _fsdp(
             word="fsdp_grad_op",
@@ -203,6 +203,9 @@ class Strategy(Result):
         "zero1-3: parameter elements in one gather; open: 0.9 to 1 times the square of the hidden size",
         least=1,
     )
+    live_elements: int | None = amount(
+        None, "zero3: parameter elements that stay gathered for their next use; open: 1e9, a small model whole", least=1
+    )
     unused_parameters: str = choice(
         "refuse",
         UNUSED_PARAMETERS,
@@ -229,6 +232,9 @@ class Strategy(Result):
     compile: bool = amount(False, "compile each block of the model; not with zero3, --tp, --ep, qlora")
     dp_replicate: int = amount(1, "hsdp: groups, each with a whole sharded copy", least=1)
     tp: int = amount(1, "tensor parallelism: ranks of each matrix product; with none or fsdp", least=1)
+    tp_sequence: bool = amount(
+        False, "between the products of a layer, each rank of a tp group holds a part of the tokens", needs="tp"
+    )
     cp: int = amount(1, "context parallelism: ranks that share each sequence", least=1)
     cp_attention: str = choice(
         "auto",

@@ -27,6 +27,9 @@ POINTS = 400
 FEW = 30
 """Points up to which each is a dot, too."""
 
+HOVERED = 60
+"""Parts of the x axis that each show their values under a pointer."""
+
 LETTER = 8.0
 """Pixels of a wide letter in the labels' font."""
 
@@ -157,7 +160,10 @@ def curve(
     # Without values, which stand in the description: first and last mean something for a loss, not for any line.
     legend = {} if names or list(lines) == [y] else looks
     left = max(len(spell_y(value)) for value in (low, high)) * LETTER + 22
-    return picture(title, description, draw, legend, (left, 22), (26, 220 if width == WIDTH else 120, 46), width)
+    heights = (26, 220 if width == WIDTH else 120, 46)
+    where = "" if names else f", {x} {{:,.6g}}"
+    near = _values_near(lines, start, end, lambda name, value, x: f"{name}: {spell_y(value)}" + where.format(x))
+    return picture(title, description, draw, legend, (left, 22), heights, width, near)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -249,6 +255,21 @@ def _describe(name: str, points: Sequence[tuple[float, float]], spell: Callable[
 
 def _list_parts(parts: Mapping[str, float], spell: Callable[[float], str]) -> str:
     return ", ".join(f"{part} {spell(size)}" for part, size in parts.items() if size > 0)
+
+
+def _values_near(
+    lines: Mapping[str, Sequence[Point]], start: float, end: float, spell: Callable[[str, float, float], str]
+) -> list[tuple[float, str]]:
+    """Return places of the x axis, from 0 to 1, each with the highest value near it of each line."""
+    found: dict[int, dict[str, tuple[float, float]]] = {}
+    for name, points in lines.items():
+        for place, value in _finite(points):
+            near = found.setdefault(round(HOVERED * (place - start) / (end - start)), {})
+            near[name] = max(near.get(name, (value, place)), (value, place))
+    return [
+        (number / HOVERED, "\n".join(spell(name, *point) for name, point in near.items()))
+        for number, near in sorted(found.items())
+    ]
 
 
 def _finite(points: Sequence[Point]) -> list[tuple[float, float]]:

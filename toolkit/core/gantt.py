@@ -48,6 +48,7 @@ def spans(
         axes.set(xlim=(0, end), ylim=(len(labels) or 1, 0))
         axes.set_yticks([row + 0.5 for row in range(len(labels))], labels, size=13, color=INK)
         axes.set_xticks([0, end], ["0", spell(end)])
+        axes.get_xticklabels()[-1].set_ha("right")  # a long one would leave the picture
         for span in times:
             shade, wide = SHADES[span.kind], span.end - span.begin
             axes.barh(span.row + 0.5, wide, 0.76, span.begin, color=shade, lw=0.4, edgecolor="#ffffff")

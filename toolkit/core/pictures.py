@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import threading
 import warnings
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
@@ -144,6 +145,7 @@ def picture(
     sides: tuple[float, float],
     heights: tuple[float, float, float],
     width: int = WIDTH,
+    values: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Return the image of axes with a title and a legend above them.
 
@@ -156,6 +158,7 @@ def picture(
         sides: pixels on the left and on the right of the axes.
         heights: pixels above the axes, of the axes, and below them.
         width: pixels in all.
+        values: places along the axes, from 0 to 1 in order, each with the text that a pointer over it shows.
     """
     if find_spec("matplotlib") is None:
         return MISSING.format(escape(title))
@@ -192,7 +195,23 @@ def picture(
             matplotlib.rcParams.update(before)
     data = b64encode(redact(_shortened(file.getvalue())).encode()).decode()
     # With a size before it is decoded, so that a view that is redrawn twice a second does not jump.
-    return (
+    image = (
         f'<img alt="{escape(redact(f"{title}. {description}"))}" width="{width}" height="{height}" decoding="sync" '
         f'style="max-width:100%;height:auto" src="data:image/svg+xml;base64,{data}">'
     )
+    box = (left / width, 1 - (left + right) / width, 1 - (middle + below) / height, middle / height)
+    return _with_values(image, values, box, width) if values else image
+
+
+def _with_values(image: str, values: Sequence[tuple[float, str]], box: tuple[float, ...], width: int) -> str:
+    """Return an image beneath strips without colour, each over one value's part of the axes: an image has no hover of its own.
+
+    Without their style sheet, which a sanitizer removes, the strips show nothing.
+
+    Args:
+        image, values, width: as in `picture`.
+        box: left end, width, top and height of the axes, as shares of the image.
+    """
+    ends = [0.0, *((one + other) / 2 for (one, _), (other, _) in itertools.pairwise(values)), 1.0]
+    strips = [(start, end - start, redact(text)) for start, end, (_, text) in zip(ends, ends[1:], values, strict=False)]
+    return render("hover", image=markup(image), strips=strips, box=box, width=width)

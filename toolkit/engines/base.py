@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from toolkit.engines.played import Played
+    from toolkit.engines.played import Action, Played
     from toolkit.engines.simulation import Simulation
 
     Batch = Mapping[str, torch.Tensor]
@@ -298,6 +298,10 @@ class Engine(OptimizerStep):
                     self.backward(prepared, loss * weight(), last)
                 del loss
         return sums
+
+    def timed_actions(self, prepared: Prepared) -> list[list[tuple[Action, float, float]]]:
+        """Return this rank's last steps: each action of a pipeline's schedule with its begin and end. Empty without one."""
+        return []
 
     def accumulating(self, prepared: Prepared, last: bool) -> AbstractContextManager[None]:
         """Return a context around forward and backward of one micro-batch; `last` ends the accumulation."""

@@ -35,6 +35,8 @@ class Job:
     """The engine's resolved configuration, word for word."""
     transforms: tuple[Transform, ...] = ()
     """Changes of the model between reading and `prepare`, in order."""
+    expert_imbalance: float = 1.0
+    """A forecast's assumption: the tokens that the rank's experts get, divided by the mean of its expert-parallel group."""
 
     @property
     def precision(self) -> Precision:

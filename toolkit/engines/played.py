@@ -43,6 +43,26 @@ class Played:
         return sum(self.idle) / len(self.idle)
 
 
+def measured(ranks: Sequence[Sequence[Sequence[tuple[Action, float, float]]]]) -> Played:
+    """Return a step as the ranks of a pipeline have run it: of those that they kept, the one of median length.
+
+    Args:
+        ranks: for each rank its steps, as many as the others': actions with their begin and end, by one clock.
+    """
+    steps = []
+    for own in zip(*ranks, strict=True):
+        start = min(begin for step in own for _, begin, _ in step)
+        length = max(end for step in own for _, _, end in step) - start
+        actions = tuple(
+            Timed(rank, action, begin - start, end - start)
+            for rank, step in enumerate(own)
+            for action, begin, end in step
+        )
+        busy = [sum(end - begin for _, begin, end in step) for step in own]
+        steps.append(Played(actions=actions, length=length, idle=tuple(1 - each / length for each in busy)))
+    return sorted(steps, key=lambda step: step.length)[len(steps) // 2]
+
+
 def play(
     order: Sequence[Sequence[Action]], times: Mapping[tuple[str, int], float], send: float = 0.0, sent: float = 0.0
 ) -> Played:

@@ -28,6 +28,7 @@ _BUILT_IN_TRANSFORMS = {
     "activation_checkpointing": "checkpointing",
     "activation_offload": "activation_offload",
     "mlp_tiles": "mlp_tiles",
+    "tp_sequence": "sequence_parallel",
     "adapter": "adapters",
     "loss": "chunked_loss",
     "cp": "context_parallel",

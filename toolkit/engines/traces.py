@@ -43,16 +43,19 @@ class TraceConfig:
     """The rank's place in that group."""
     ep: int = 1
     """Ranks of an expert-parallel group."""
+    expert_imbalance: float = 1.0
+    """The job's."""
     stage: tuple[int, int] | None = None
     """The layers (first, end) of a pipeline stage; None for the whole model."""
 
     @property
     def ranks(self) -> int:
         """Ranks that the trace communicates with."""
-        own = max(self.tp, self.ep)
-        if self.job is None:
-            return own
-        return max([own, *(transform.ranks(self.job) for transform in self.job.transforms)])
+        ranks = max(self.tp, self.ep)
+        if self.job is not None:
+            for transform in self.job.transforms:
+                ranks *= transform.ranks(self.job)
+        return ranks
 
 
 def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig:
@@ -71,6 +74,7 @@ def trace_config(job: Job, *, masked: bool, autocast: str | None) -> TraceConfig
         masked=masked and not ATTENTIONS[strategy.attention].joins_rows,
         device=job.device.kind,
         flash=(job.device.capability or (8, 0)) >= (8, 0),
+        expert_imbalance=job.expert_imbalance,
         transforms=tuple((transform.name, transform.settings(job)) for transform in job.transforms),
         job=job,
     )

@@ -102,17 +102,17 @@ def _grouped_mm(matrix: torch.Tensor, other: torch.Tensor, *, offs: torch.Tensor
     return Product.apply(matrix, other)  # type: ignore[no-untyped-call]
 
 
-def register_balanced() -> str:
+def register_exchange(imbalance: float) -> str:
     """Register transformers' exchange of tokens with fixed sizes, which do not depend on values: return its name.
 
-    Every rank gets as many tokens as it sends, as with a router that is balanced.
+    The rank gets `imbalance` times as many tokens as it sends: 1 with a router that is balanced.
     """
     import torch
     from torch.distributed._functional_collectives import all_to_all_single_autograd
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from transformers.distributed import expert_parallel
 
-    class Balanced(expert_parallel.AllToAllEP):  # type: ignore[misc]
+    class FixedSizes(expert_parallel.AllToAllEP):  # type: ignore[misc]
         def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
             tokens = hidden_states.size(0)
             if self.tp_mesh.size() > 1:
@@ -127,15 +127,16 @@ def register_balanced() -> str:
             sent = hidden_states[order // top_k_index.size(-1)]
             sizes = [len(part) for part in flat.chunk(ranks)]
             sizes += [0] * (ranks - len(sizes))
+            received = [round(size * imbalance) for size in sizes]
             got = expert_parallel._WaitTensor.apply(
-                all_to_all_single_autograd(sent, sizes, sizes, self.ep_mesh.get_group())
+                all_to_all_single_autograd(sent, received, sizes, self.ep_mesh.get_group())
             )
             experts = torch.zeros(len(got), 1, dtype=torch.long)
-            state = expert_parallel._AllToAllState(top_k_weights, order, sizes, sizes, tokens)
+            state = expert_parallel._AllToAllState(top_k_weights, order, sizes, received, tokens)
             return got, experts, torch.ones_like(experts, dtype=got.dtype), state
 
-    expert_parallel.EPImplementationInterface.register("balanced", Balanced)
-    return "balanced"
+    expert_parallel.EPImplementationInterface.register("fixed_sizes", FixedSizes)
+    return "fixed_sizes"
 
 
 def _attention(

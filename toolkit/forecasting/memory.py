@@ -228,7 +228,8 @@ def context_memory(job: Job, peak: int) -> Mapping[str, int]:
     terms = {CONTEXT: CONTEXTS[max(min(major, max(CONTEXTS)), min(CONTEXTS))]}
     if job.ranks > 1:
         sizes = job.parallelism
-        groups = sum(size > 1 for size in (sizes.pp, sizes.dp_replicate, sizes.shard_size, sizes.tp, sizes.ep))
+        cp = sizes.cp if sizes.cp < job.ranks else 1  # else in the group of all ranks
+        groups = sum(size > 1 for size in (sizes.pp, sizes.dp_replicate, sizes.shard_size, cp, sizes.tp, sizes.ep))
         card = job.device.card
         link = "nvlink" if card is None or card.peer > card.host else "pcie"
         # The dimensions' own groups, and the one of all ranks where these are several.

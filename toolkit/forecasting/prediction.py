@@ -20,6 +20,7 @@ from toolkit.engines.records import on_device
 from toolkit.engines.resolution import default_ranks, resolve
 from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
+from toolkit.forecasting.expert_placement import check_imbalance, placements
 from toolkit.forecasting.finished_run import FinishedRun
 from toolkit.forecasting.memory import SOURCES, all_steps, check_forecast, context_memory, replay, replay_ranks, traced
 from toolkit.forecasting.memory_advice import NEW_RUN, changed, changes
@@ -43,6 +44,7 @@ def forecast(
     save: bool = True,
     num_checkpoints: int = 1,
     allow_unquantized: bool = False,
+    expert_imbalance: float = 1.0,
     advice: bool = True,
 ) -> Forecast:
     """Forecast a run on its fullest rank, without launching it or touching a device.
@@ -58,6 +60,8 @@ def forecast(
         num_checkpoints: checkpoints that the run writes. Each is copied to host memory first. CPU ranks keep that copy for the next
             one: with 2 or more it is counted in every step.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
+        expert_imbalance: with expert parallelism, the tokens of the rank with most, divided by the mean of the ranks. A run's
+            `events.jsonl` has it.
         advice: whether to search for the smallest change that fits, if this does not fit.
 
     Raises:
@@ -71,14 +75,16 @@ def forecast(
     assert job.spec is not None
     if job.strategy.quantized:
         check_quantized(job.spec, job.strategy.adapter, allow_unquantized)
-    saves: dict[str, Any] = {"save": save, "num_checkpoints": num_checkpoints}
-    result = forecast_job(job, machine, one_document=one_document, others=True, **saves)
-    notes = [
-        *_assumptions(job, one_document, num_checkpoints),
-        *_across_nodes(result, one_document=one_document, **saves),
-    ]
+    check_imbalance(job, expert_imbalance)
+    options: dict[str, Any] = {"one_document": one_document, "save": save, "num_checkpoints": num_checkpoints}
+    options["expert_imbalance"] = expert_imbalance
+    result = forecast_job(job, machine, others=True, **options)
+    notes = [*_assumptions(job, one_document, num_checkpoints), *_across_nodes(result, **options)]
     result = dataclasses.replace(result, unknown=(*notes, *result.unknown))
-    return result if result.fits or not advice else _with_advice(result, job, one_document=one_document, **saves)
+    if expert_imbalance > 1:
+        even = forecast_job(job, machine, **{**options, "expert_imbalance": 1.0})
+        result = dataclasses.replace(result, placements=placements(result.job, result.step_seconds, even.step_seconds))
+    return result if result.fits or not advice else _with_advice(result, job, **options)
 
 
 def resolve_request(
@@ -188,10 +194,12 @@ def forecast_job(
     one_document: bool = False,
     save: bool = True,
     num_checkpoints: int = 1,
+    expert_imbalance: float = 1.0,
     others: bool = False,
 ) -> Forecast:
-    """Forecast a job; `save` and `num_checkpoints` as in `forecast`; `others`: as in `traced`."""
+    """Forecast a job; `save`, `num_checkpoints` and `expert_imbalance` as in `forecast`; `others`: as in `traced`."""
     assert job.spec is not None, "a forecast needs a model"
+    job = dataclasses.replace(job, expert_imbalance=expert_imbalance)
     trace = traced(job, masked=not one_document, others=others)
     steps = all_steps(job, trace)
     ledgers: list[Ledger] = replay_ranks(job, trace, steps[0], save=save, num_checkpoints=num_checkpoints)
@@ -316,8 +324,8 @@ def _uncertainties(job: Job) -> tuple[str, ...]:
         terms = "; ".join(f"{term}: {SOURCES[term]}" for term in context_memory(job, 0))
         notes.append(f"CUDA's own memory is estimated from other runs; `calibrate` takes this card's. {terms}.")
     if job.spec is not None and job.spec.moe is not None:
-        computed = job.spec.moe.computed
-        notes.append(
-            f"Experts, computed by {computed}, are assumed to be evenly loaded; only a run shows the real routing."
-        )
+        load = "to be evenly loaded; only a run shows the real routing"
+        if job.expert_imbalance > 1:
+            load = f"to give this rank {job.expert_imbalance:g} times the mean of the ranks' tokens in every layer"
+        notes.append(f"Experts, computed by {job.spec.moe.computed}, are assumed {load}.")
     return tuple(notes)

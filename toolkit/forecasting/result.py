@@ -18,8 +18,10 @@ from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS
+from toolkit.forecasting.expert_placement import Placement, placements_table
 from toolkit.forecasting.finished_run import read_correction
 from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
+from toolkit.forecasting.mesh_picture import mesh_picture
 from toolkit.forecasting.stages import Pipeline, schedule_picture, stages_table
 from toolkit.forecasting.timing import Timing
 
@@ -35,7 +37,7 @@ class Forecast(Result):
         "model strategy train_config hardware ranks fits reason change device.peak_bytes device.peak_phase device.needed_bytes "
         "device.context_bytes device.context device.limit_bytes device.reserved_bytes device.parts device.phases "
         "host.peak_bytes=host_bytes host.checkpoint_bytes=host_checkpoint_bytes nvme.peak_bytes=nvme_bytes step_seconds "
-        "tokens_per_second mfu checkpoint_bytes checkpoint_stall_seconds operations communication_bytes pipeline unknown"
+        "tokens_per_second mfu checkpoint_bytes checkpoint_stall_seconds operations communication_bytes pipeline placements unknown"
     )
     nvme_bytes: ClassVar[int] = 0
     """No engine offloads to NVMe."""
@@ -70,6 +72,8 @@ class Forecast(Result):
     """Bytes that CUDA's caching allocator reserves for the peak; None without a measured run."""
     pipeline: Pipeline | None = None
     """The stages of a pipeline; None without."""
+    placements: tuple[Placement, ...] = ()
+    """Ways to place experts where one rank gets more tokens than the others; empty where all are alike."""
     unknown: tuple[str, ...] = ()
     """Sources of error that these figures do not include, a sentence each."""
     change: Mapping[str, Any] | None = None
@@ -208,6 +212,7 @@ class Forecast(Result):
             context=context,
             reserved_bytes=peak + context[FRAGMENTATION] if found.fragmentation else None,
             timing=Timing(step_seconds=seconds, tokens_per_second=tokens / seconds, mfu=mfu),
+            placements=(),
             change=None,
             changed_bytes=None,
             unknown=(f"Corrected by {run}: {found.more:+,} bytes, {found.speed:.3g} operations/s a rank.",),
@@ -223,9 +228,9 @@ class Forecast(Result):
             Bar(label=phase, parts={"highest total": self.phases[phase]}) for phase in PHASES if phase in self.phases
         ]
         pictures = [bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit)]
-        if self.pipeline and (schedule := schedule_picture(self.pipeline.to_dict())):
-            pictures.append(schedule)
-        return pictures
+        pipeline = self.pipeline.to_dict() if self.pipeline else None
+        shared = (mesh_picture(self.job.parallelism, pipeline), schedule_picture(pipeline) if pipeline else "")
+        return [*pictures, *filter(None, shared)]
 
     def headline(self) -> str:
         """Return whether it fits, and why."""
@@ -264,5 +269,6 @@ class Forecast(Result):
             ),
             Table(title="By phase", columns=("phase", "bytes"), rows=phases),
             *([stages_table(self.pipeline.to_dict())] if self.pipeline else []),
+            *([placements_table(self.placements)] if self.placements else []),
             Table(title="A step", columns=("figure", "value"), rows=rows, notes=self.unknown),
         ]

@@ -89,63 +89,87 @@ class Pipeline(JsonRecord):
 
         Empty for a schedule of more than `MOST_DRAWN`.
         """
-        if len(self.played.actions) > MOST_DRAWN:
-            return []
-        return [(timed.rank, *timed.action, timed.begin, timed.end) for timed in self.played.actions]
+        return actions_of(self.played)
+
+
+def actions_of(played: Played) -> list[tuple[int, str, int, int, float, float]]:
+    """Return the actions of a schedule as `Pipeline.actions`."""
+    if len(played.actions) > MOST_DRAWN:
+        return []
+    return [(timed.rank, *timed.action, timed.begin, timed.end) for timed in played.actions]
+
+
+def schedule_record(played: Played) -> dict[str, Any]:
+    """Return a schedule as it ran, for `memory.json`: its length, the ranks' idle shares, and its actions."""
+    return {"length": played.length, "idle": list(played.idle), "actions": actions_of(played)}
 
 
 COLUMNS = "stage rank layers weights equal_slots forward backward in_flight peak idle"
 
 
-def stages_table(pipeline: Mapping[str, Any], picture: str = "") -> Table:
-    """Return a row for each stage of a pipeline's JSON."""
+def stages_table(pipeline: Mapping[str, Any], picture: str = "", ran: Mapping[str, Any] | None = None) -> Table:
+    """Return a row for each stage of a pipeline's JSON; `ran`: the schedule as measured (`schedule_record`)."""
     timed, rows = pipeline["timed"], []
     for number, stage in enumerate(pipeline["stages"]):
         first, end = stage["layers"]
         sizes = (format_gigabytes(stage[f"{name}_bytes"]) for name in ("weight", "unbalanced"))
         times = (format_time(stage[name], timed) for name in ("forward", "backward"))
         peak = format_bytes(stage["peak_bytes"]) + ", the fullest" * (stage["rank"] == pipeline["fullest_rank"])
-        rows.append(
-            (
-                number,
-                stage["rank"],
-                f"{first}–{end - 1}",
-                *sizes,
-                *times,
-                stage["in_flight"],
-                peak,
-                f"{stage['idle']:.1%}",
-            )
-        )
-    notes = (
+        shares = [stage["idle"], *([ran["idle"][number % len(ran["idle"])]] if ran else [])]
+        cells = (*sizes, *times, stage["in_flight"], peak, *(f"{share:.1%}" for share in shares))
+        rows.append((number, stage["rank"], f"{first}–{end - 1}", *cells))
+    notes = [
         f"{pipeline['slots']} Weights are in half precision. equal slots: as many on each stage, without balancing.",
         f"Ranks wait {pipeline['idle_share']:.1%} of a step on average, by the schedule {pipeline['schedule']} as played; with "
         f"equal stages {pipeline['equal_stages_idle_share']:.1%}. The slowest stage takes {pipeline['slowest_over_mean']:.2f} of "
         "the stages' mean time.",
-    )
+    ]
     columns = [name.replace("_", " ") for name in COLUMNS.split()]
+    if ran:
+        columns, share = [*columns, "idle, measured"], sum(ran["idle"]) / len(ran["idle"])
+        notes.append(f"Measured: ranks spent {share:.1%} of the median step outside forward and backward.")
     return Table(title="Stages, as forecast", columns=columns, rows=rows, notes=notes, picture=picture)
 
 
-def schedule_picture(pipeline: Mapping[str, Any]) -> str:
-    """Draw the schedule of a pipeline's JSON: a row for each rank, idle time by its cause. Empty for one that is too long."""
-    rows: dict[int, list[Span]] = {}
-    for rank, kind, _, micro, begin, end in pipeline["actions"]:
-        rows.setdefault(rank, []).append(
-            Span(rank, begin, end, "forward" if kind == FORWARD else "backward", str(micro))
-        )
-    if not rows:
+def schedule_picture(pipeline: Mapping[str, Any], ran: Mapping[str, Any] | None = None) -> str:
+    """Draw the schedule of a pipeline's JSON: a row for each rank, idle time by its cause. Empty for one that is too long.
+
+    Args:
+        pipeline: of a forecast.
+        ran: the schedule as measured (`schedule_record`): its rows stand below the forecast's. A forecast without seconds is
+            drawn as long as the measured step.
+    """
+    if not pipeline["actions"] or (ran and not ran["actions"]):
         return ""
-    times = [span for row, busy in rows.items() for span in (*busy, *waits(row, busy, pipeline["length"]))]
+    timed, ranks = pipeline["timed"], [stage["rank"] for stage in pipeline["stages"]]
+    count = 1 + max(rank for rank, *_ in pipeline["actions"])
+    scale = 1.0 if timed or not ran else ran["length"] / pipeline["length"]
+    times, labels = _spans(pipeline, scale, 2 if ran else 1), [f"rank {rank}" for rank in ranks[:count]]
+    idle = [f"{label} {stage['idle']:.1%}" for label, stage in zip(labels, pipeline["stages"], strict=False)]
+    title = f"Schedule {pipeline['schedule']}: ranks wait {pipeline['idle_share']:.1%} of a step"
+    if ran:
+        times += [span._replace(row=span.row + 1) for span in _spans(ran, 1.0, 2)]
+        labels = [f"{label}, {kind}" for label in labels for kind in ("forecast", "measured")]
+        idle = [f"{words}, measured {share:.1%}" for words, share in zip(idle, ran["idle"], strict=True)]
+        title += f", {sum(ran['idle']) / count:.1%} measured"
     kinds = list(SHADES)
     return spans(
-        [f"rank {stage['rank']}" for stage in pipeline["stages"][: len(rows)]],
+        labels,
         sorted(times, key=lambda span: kinds.index(span.kind)),
-        title=f"Schedule {pipeline['schedule']}: ranks wait {pipeline['idle_share']:.1%} of a step",
-        description="A row for each rank; numbers are of micro-batches. Idle: "
-        + ", ".join(f"rank {stage['rank']} {stage['idle']:.1%}" for stage in pipeline["stages"][: len(rows)]),
-        spell=lambda size: format_time(size, pipeline["timed"]),
+        title=title,
+        description="A row for each rank; numbers are of micro-batches. Idle: " + ", ".join(idle),
+        spell=lambda size: format_time(size, timed or ran is not None),
     )
+
+
+def _spans(schedule: Mapping[str, Any], scale: float, step: int) -> list[Span]:
+    """Return the spans of a schedule's JSON, with idle time: those of the first rank in row 0, of the next in row `step`."""
+    rows: dict[int, list[Span]] = {}
+    for rank, kind, _, micro, begin, end in schedule["actions"]:
+        name = "forward" if kind == FORWARD else "backward"
+        rows.setdefault(rank, []).append(Span(step * rank, scale * begin, scale * end, name, str(micro)))
+    end = scale * schedule["length"]
+    return [span for rank, busy in rows.items() for span in (*busy, *waits(step * rank, busy, end))]
 
 
 def format_time(size: float, timed: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -172,16 +171,17 @@ def fake_mesh(config: TraceConfig) -> Iterator[Any]:
         if config.tp == config.ep == 1:
             yield None
             return
-        shape = (max(1, config.ep // config.tp), config.tp)
-        dense = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
-        experts = init_device_mesh("cpu", (math.prod(shape) // config.ep, config.ep), mesh_dim_names=("efsdp", "ep"))
-        yield TransformersDeviceMesh(dense, experts)
+        dense, experts = (config.ranks // config.tp, config.tp), (config.ranks // config.ep, config.ep)
+        yield TransformersDeviceMesh(
+            init_device_mesh("cpu", dense, mesh_dim_names=("fsdp", "tp")),
+            init_device_mesh("cpu", experts, mesh_dim_names=("efsdp", "ep")),
+        )
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-def distribute(model: Any, mesh: Any, spec: ModelSpec) -> None:
+def distribute(model: Any, mesh: Any, spec: ModelSpec, expert_imbalance: float = 1.0) -> None:
     """Apply transformers' tensor-parallel and expert-parallel plans, as `from_pretrained` does before it reads weights.
 
     Tied weights get parameters of their own until they are tied again: a plan finds a shared parameter by one name only.
@@ -192,7 +192,7 @@ def distribute(model: Any, mesh: Any, spec: ModelSpec) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
-    from toolkit.forecasting.fake_kernels import register_balanced
+    from toolkit.forecasting.fake_kernels import register_exchange
 
     register_summed()
     known: set[int] = set()
@@ -210,7 +210,7 @@ def distribute(model: Any, mesh: Any, spec: ModelSpec) -> None:
     if tp.size() > 1:
         apply_tensor_parallelism(model, tp, plan)
     if ep.size() > 1:
-        apply_expert_parallelism(model, ep, tp, experts, register_balanced())
+        apply_expert_parallelism(model, ep, tp, experts, register_exchange(expert_imbalance))
 
 
 def unwrap(model: Any) -> None:

@@ -71,7 +71,7 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
     with quiet_bars(shown=True), fake_mesh(config) as mesh:
         model = _build(spec, config)
         if mesh is not None:
-            distribute(model, mesh, spec)
+            distribute(model, mesh, spec, config.expert_imbalance)
         outer = transform(model, config, spec)
         stacks = truncate_layers(model, spec, config.stage)
         outer.train()
@@ -84,17 +84,13 @@ def trace(spec: ModelSpec, config: TraceConfig, *, batch: int, seq_len: int) -> 
             if config.stage is None:  # tied weights lie on different stages
                 model.tie_weights()
             pack(model)
-            inputs = _inputs(config, batch, seq_len, packed=packed)
-            if config.job is not None:
-                inputs = dict(config.job.split(inputs, 0, config.masked))
-            if config.stage is not None:
-                inputs = stage_inputs(inputs, spec, config)
+            inputs, first = (_inputs(spec, config, batch, seq_len, packed=packed) for _ in range(2))
             for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
                 if isinstance(tensor, torch.Tensor):
                     tracker.know(local(tensor))
             if mesh is not None:  # the first step fills the cache of DTensor's sharding propagation
                 with replaced_kernels(config):
-                    step(model, inputs, spec, config, Tracker(device=config.device))
+                    step(model, first, spec, config, Tracker(device=config.device))
                 model.zero_grad()
             _watch(model, stacks, tracker)
             with replaced_kernels(config), tracker:
@@ -137,8 +133,10 @@ def _build(spec: ModelSpec, config: TraceConfig) -> Any:
     return model
 
 
-def _inputs(config: TraceConfig, batch: int, seq_len: int, *, packed: bool) -> dict[str, torch.Tensor]:
-    """Return a batch as `data.rows` makes it. `packed`: the model keeps documents of a row apart by their positions.
+def _inputs(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a batch as `data.rows` makes it.
+
+    `packed`: the model keeps documents of a row apart by their positions.
 
     Positions of every row make rotary embeddings of every row, even of one document. An `attention_mask` that masks nothing
     is left out: whether it does depends on its values, which fake tensors lack.
@@ -151,7 +149,10 @@ def _inputs(config: TraceConfig, batch: int, seq_len: int, *, packed: bool) -> d
         names.append("position_ids")
     elif config.masked:
         names.append("attention_mask")
-    return {name: torch.zeros(shape, dtype=torch.long) for name in names}
+    inputs = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+    if config.job is not None:
+        inputs = dict(config.job.split(inputs, 0, config.masked))
+    return inputs if config.stage is None else stage_inputs(inputs, spec, config)
 
 
 def _step(model: Any, inputs: dict[str, torch.Tensor], spec: ModelSpec, config: TraceConfig, tracker: Tracker) -> None:

@@ -27,6 +27,7 @@ aten = torch.ops.aten
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 STILL = {aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 """Operators other than views that read and write no byte."""
@@ -99,12 +100,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = aten.add_.Tensor
         output = func(*args, **kwargs)
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # some are made for their strides alone
                 is_logits = self._at_logits and not (leaf.dim() > 1 and leaf.shape[-1] == self._width)
                 self._count_storage(leaf.untyped_storage(), LOGITS if is_logits else "")
         scratch = SCRATCH[func](*args) if self._device == "cuda" and func in SCRATCH else 0
-        # gloo gathers into a buffer of its own.
-        gathered = output.untyped_storage().nbytes() if self._device == "cpu" and func is GATHER else 0
+        # gloo gathers into a buffer of its own, and reduces in a copy of what it scatters.
+        buffered = output if func is GATHER else args[0] if func is SCATTER else None
+        gathered = 0 if buffered is None or self._device != "cpu" else buffered.untyped_storage().nbytes()
         self._count(func, args, kwargs, output, scratch)
         # Kernels with a workspace have these events at every length: traces of two lengths differ in sizes alone.
         for size in [scratch] * (func in SCRATCH) + [gathered] * bool(gathered):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.config.parallelism import ORDER, Parallelism
 from toolkit.config.run_config import SECTIONS
 from toolkit.core.charts import curve
 from toolkit.core.display import Table
@@ -16,6 +17,7 @@ from toolkit.core.redaction import MARK, shorten
 from toolkit.core.units import format_bytes, format_count, format_seconds, format_step_seconds
 from toolkit.engines.records import STATES
 from toolkit.exporters import logits_text
+from toolkit.forecasting.mesh_picture import mesh_table
 from toolkit.forecasting.stages import schedule_picture, stages_table
 from toolkit.reports.run_record import RunRecord
 from toolkit.reports.tables import (
@@ -30,7 +32,7 @@ from toolkit.reports.tables import (
     step_seconds,
     throughput,
 )
-from toolkit.run_folder.run_charts import speed
+from toolkit.run_folder.run_charts import experts_table, speed
 from toolkit.training.loop import Step
 
 OUTCOMES = (
@@ -168,6 +170,9 @@ def _settings(run: RunRecord) -> Section:
         _changed_settings("train_config", about, ("global batch", f"{_global_batch(about)} samples")),
         _changed_settings("run_config", about, ("trained tokens of the data", format_count(tokens))),
     ]
+    sizes = {name: int(size) for name, size in about.get("parallelism", {}).items() if name in (*ORDER, "ep")}
+    mesh = mesh_table(Parallelism(**sizes), (run.forecast or {}).get("pipeline"))
+    tables += [mesh] if mesh.picture else []
     return _repeatable(run, tables, "The command that does the same again:")
 
 
@@ -254,7 +259,8 @@ def _memory(run: RunRecord) -> Section:
     if measured:
         tables.append(by_rank(memory))
     if pipeline := (forecast or {}).get("pipeline"):
-        tables.append(stages_table(pipeline, schedule_picture(pipeline)))
+        ran = memory.get("schedule")
+        tables.append(stages_table(pipeline, schedule_picture(pipeline, ran), ran))
     if run.steps:
         tables.append(by_time(forecast or {}, step_seconds(run.steps), throughput(run.steps)))
     return Section(title=title, words=" ".join(words), tables=tables)
@@ -279,8 +285,8 @@ def _training(run: RunRecord) -> Section:
         evaluations, notes = sample(run.evaluations, "events.jsonl")
         rows = [(f"{event['step']:,}", spell_number(event["eval_loss"])) for event in evaluations]
         tables.append(Table(title="Evaluation losses", columns=("step", "loss"), rows=rows, notes=notes))
-    if loads := [event["experts"] for event in steps if event.get("experts")]:
-        tables.append(_experts(loads))
+    if (table := experts_table(steps)) is not None:
+        tables.append(table)
     skipped = sum(bool(event.get("skipped")) for event in steps)
     words = f"In {skipped} step(s) fp16 overflowed, and they were skipped." if skipped else ""
     return Section(title=title, words=words, tables=tables)
@@ -308,20 +314,6 @@ def _steps(run: RunRecord) -> Table:
         rows.append((f"{event['step']:,}", *cells, "–" if rate is None else f"{rate:,.0f}"))
     columns = ("step", *(title for title, _ in spellings.values()), "tokens/s")
     return Table(title="Steps", columns=columns, rows=rows, notes=notes)
-
-
-def _experts(loads: Sequence[Sequence[Mapping[str, float]]]) -> Table:
-    """Return the load of each layer's experts: means over the steps."""
-
-    def mean(layer: int, name: str) -> float:
-        return sum(step[layer][name] for step in loads) / len(loads)
-
-    rows = [
-        (f"{layer}", f"{mean(layer, 'tokens'):,.1f}", f"{mean(layer, 'most'):.2f}", f"{mean(layer, 'idle'):.0%}")
-        for layer in range(len(loads[0]))
-    ]
-    columns = ("layer with experts", "tokens of an expert", "largest / mean", "idle experts")
-    return Table(title="Load of the experts", columns=columns, rows=rows, notes=("Means over the steps.",))
 
 
 def _throughput(run: RunRecord, rates: Sequence[tuple[float, float]]) -> Table:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from toolkit.core.charts import SMOOTHED, Point, curve, thinned
+from toolkit.core.display import Table
 
 SMALL = 380
 """Pixels: two pictures stand next to each other, and each is legible on a phone."""
@@ -23,11 +25,46 @@ def speed(event: Mapping[str, Any]) -> float | None:
     return tokens / seconds if tokens and seconds else None
 
 
+def _loads(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [load for event in steps if isinstance(load := event.get("experts"), dict)]
+
+
+def expert_loads(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
+    """Return for each layer with experts the means over the steps of `ExpertLoad.read`'s `tokens`, `most` and `idle`."""
+    try:
+        layers = [zip(*(load[name] for name in ("tokens", "most", "idle")), strict=True) for load in _loads(steps)]
+        return [tuple(map(fmean, zip(*layer, strict=True))) for layer in zip(*layers, strict=True)]
+    except (LookupError, TypeError, ValueError):  # no run of ours wrote it
+        return []
+
+
+def experts_table(steps: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Return the load of each layer's experts, means over these steps; None without experts."""
+    if not (loads := expert_loads(steps)):
+        return None
+    rows = [
+        (f"{layer}", f"{tokens:,.1f}", f"{most:.2f}", f"{idle:.0%}") for layer, (tokens, most, idle) in enumerate(loads)
+    ]
+    ranks = [share for load in _loads(steps) if isinstance(share := load.get("imbalance"), float)]
+    imbalance = f" The rank with most tokens got {fmean(ranks):.2f} times the mean of the ranks." if ranks else ""
+    return Table(
+        title="Load of the experts",
+        columns=("layer with experts", "tokens of an expert", "largest / mean", "idle experts"),
+        rows=rows,
+        notes=(f"Means over the steps.{imbalance}",),
+    )
+
+
 FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...] = (
     ("loss", lambda event: event.get("loss"), "{:,.4g}"),
     ("tokens/s", speed, "{:,.0f}"),
     ("learning rate", lambda event: event.get("lr"), "{:.3g}"),
     ("gradient norm", lambda event: event.get("grad_norm"), "{:,.4g}"),
+    (
+        "largest expert load / mean",
+        lambda event: max((load[1] for load in expert_loads([event])), default=None),
+        "{:,.3g}",
+    ),
 )
 """Figure, its value in a step's event, and its format."""
 

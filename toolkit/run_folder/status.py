@@ -22,7 +22,7 @@ from toolkit.core.redaction import redact_all
 from toolkit.core.units import format_bytes, format_seconds
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Heartbeat, read_beats
-from toolkit.run_folder.run_charts import run_pictures
+from toolkit.run_folder.run_charts import experts_table, run_pictures
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import held_by_others
 
@@ -267,6 +267,7 @@ def page(
     `log` makes the axes of loss and gradient norm logarithmic.
     """
     ink, ground = _LOOKS[status]
+    experts = experts_table(steps[-RECENT:])
     return render(
         "run",
         name=name,
@@ -279,7 +280,7 @@ def page(
         curves=markup(figures_side_by_side(run_pictures({name: steps}, log=log) if len(steps) > 1 else ())),
         memory=markup(_memory(progress)),
         legible=LEGIBLE,
-        table=markup(progress.table(name).html()),
+        table=markup("".join(table.html() for table in (progress.table(name), experts) if table)),
     )
 
 

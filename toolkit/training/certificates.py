@@ -110,7 +110,8 @@ def certify(job: Job) -> Certificate:
     given = job.strategy
     strategy = replace(
         given, precision="fp32", offload="none", compile=False, activation_checkpointing="none", lora_dropout=0.0,
-        bucket_elements=None, gather_bucket_elements=None, overlap_comm="auto", dp_replicate=min(2, given.dp_replicate),
+        bucket_elements=None, gather_bucket_elements=None, live_elements=None, overlap_comm="auto",
+        dp_replicate=min(2, given.dp_replicate),
         attention="eager" if given.attention == "eager" else "auto", grad_accum_dtype="auto",
         adapter="none" if given.quantized else given.adapter,
     )  # fmt: skip

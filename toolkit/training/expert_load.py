@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.records import Prepared
@@ -23,16 +23,18 @@ class ExpertLoad:
         import torch
 
         job, device = prepared.job, prepared.accelerator.device
-        self._ranks = job.parallelism.ranks
+        self._ranks, self._ep = job.parallelism.ranks, job.parallelism.ep
         self._own_rows = job.coordinates(prepared.accelerator.process_index).tp == 0
         """Another rank of a tensor-parallel group sees the same tokens; each stage of a pipeline counts its own layers."""
         self._layers: list[torch.Tensor] = []
+        self._hooks: list[Any] = []
         for module in prepared.model.modules() if not job.strategy.compile else ():
             names = [name for name in inspect.signature(type(module).forward).parameters if name in IDS]
             if names and hasattr(module, "num_experts"):
                 experts = int(module.num_experts) * job.strategy.ep
                 self._layers.append(torch.zeros(experts, dtype=torch.long, device=device))
-                module.register_forward_pre_hook(self._hook(self._layers[-1], names[0]), with_kwargs=True)
+                hook = self._hook(self._layers[-1], names[0])
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _hook(self, counts: torch.Tensor, name: str) -> Any:
         import torch
@@ -59,14 +61,28 @@ class ExpertLoad:
             dist.all_reduce(counts)
         return HostCopy(counts)
 
-    def read(self, sent: HostCopy | None) -> tuple[dict[str, float], ...]:
-        """Return for each layer the mean number of tokens of an expert, the largest over it, and the share of idle experts."""
-        values = [] if sent is None else sent.read()
-        layers, begin = [], 0
+    def read(self, sent: HostCopy | None) -> Mapping[str, Any]:
+        """Return a step's load, in few figures: models have hundreds of experts. Empty without experts.
+
+        Returns:
+            Of each layer `tokens` of an expert on average, `most` of one over that, the share of `idle` ones. With expert
+            parallelism `imbalance`: the tokens of the rank with most, over all layers, divided by the mean of the ranks.
+        """
+        if sent is None:
+            return {}
+        values, begin, ranks = sent.read(), 0, [0] * self._ep
+        load: dict[str, list[float]] = {"tokens": [], "most": [], "idle": []}
         for layer in self._layers:
             counts = values[begin : begin + len(layer)]
-            begin += len(layer)
-            mean = sum(counts) / len(counts)
-            most = max(counts) / mean if mean else 0.0
-            layers.append({"tokens": mean, "most": most, "idle": counts.count(0) / len(counts)})
-        return tuple(layers)
+            begin, total, each = begin + len(layer), sum(counts), len(counts) // self._ep
+            load["tokens"].append(round(total / len(counts), 2))
+            load["most"].append(round(max(counts) * len(counts) / max(1, total), 3))
+            load["idle"].append(round(counts.count(0) / len(counts), 4))
+            ranks = [tokens + sum(counts[rank * each : (rank + 1) * each]) for rank, tokens in enumerate(ranks)]
+        imbalance = {"imbalance": round(max(ranks) * self._ep / max(1, sum(ranks)), 4)} if self._ep > 1 else {}
+        return {**load, **imbalance}
+
+    def close(self) -> None:
+        """Remove the hooks: a model may be trained again."""
+        for hook in self._hooks:
+            hook.remove()

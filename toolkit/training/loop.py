@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.randomness import read_generators, write_generators
@@ -55,8 +55,8 @@ class Step:
     """Memory of each rank when the step began, in bytes by name."""
     request: StepRequest
     """The requests of all ranks together, made when their last forward was done."""
-    experts: tuple[Mapping[str, float], ...] = ()
-    """Of each layer with fused experts: `tokens` of an expert on average, `most` of one over that, share of `idle` ones."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """The load of fused experts, as `ExpertLoad.read` returns it."""
 
     @property
     def stops(self) -> bool:
@@ -95,27 +95,27 @@ def train(
             continues after skipped steps, until 20 in a row or until the scale is at its smallest.
     """
     job, batches = prepared.job, iter(loader)
-    loop = _Loop(prepared, schedule, samples)
     running: _RunningStep | None = None
-    for number in range(start + 1, job.train_config.total_steps + 1):
-        on_begin(number)
-        late = number < job.train_config.total_steps and loop.may_read_late() and read_late(number)
-        try:
-            step = loop.run(number, _next_micro_batches(batches, prepared, number), request)
-        except Exception:
+    with contextlib.closing(_Loop(prepared, schedule, samples)) as loop:
+        for number in range(start + 1, job.train_config.total_steps + 1):
+            on_begin(number)
+            late = number < job.train_config.total_steps and loop.may_read_late() and read_late(number)
+            try:
+                step = loop.run(number, _next_micro_batches(batches, prepared, number), request)
+            except Exception:
+                if running is not None:
+                    yield loop.finish(running, StepRequest.NOTHING)  # it is done, whatever ends the next
+                raise
+            requests = StepRequest.NOTHING
             if running is not None:
-                yield loop.finish(running, StepRequest.NOTHING)  # it is done, whatever ends the next
-            raise
-        requests = StepRequest.NOTHING
-        if running is not None:
-            requests = running.sums.requests()  # this step is the first that can act on them
-            yield loop.finish(running, StepRequest.NOTHING)
-        running = step if late and not requests else None
-        if running is None:
-            requests |= step.sums.requests()
-            yield loop.finish(step, requests)
-            if StepRequest.STOP in requests:
-                return
+                requests = running.sums.requests()  # this step is the first that can act on them
+                yield loop.finish(running, StepRequest.NOTHING)
+            running = step if late and not requests else None
+            if running is None:
+                requests |= step.sums.requests()
+                yield loop.finish(step, requests)
+                if StepRequest.STOP in requests:
+                    return
 
 
 @dataclass(kw_only=True)
@@ -152,6 +152,7 @@ class _Loop:
         self._prepared, self._schedule, self._samples = prepared, getattr(schedule, "scheduler", schedule), samples
         check_rates(prepared.optimizer, self._schedule)
         self._experts = ExpertLoad(prepared)
+        self.close = self._experts.close
         self._engine, self._job = prepared.job.engine, prepared.job
         self.on_device = self._engine.steps_on_device(prepared)
         self._found_inf = torch.zeros((), device=prepared.accelerator.device)

@@ -33,7 +33,13 @@ def check_model(job: Job, model: torch.nn.Module) -> None:
 
 
 def check_adapter(strategy: Strategy, model: torch.nn.Module) -> None:
-    """Refuse a model without the adapter that was requested, or without compiled layers."""
+    """Refuse a model without the adapter that was requested, without compiled layers, or with an attention over its own rows."""
+    kernel = getattr(getattr(model, "config", None), "_attn_implementation", "")
+    if strategy.cp > 1 and not str(kernel).startswith("cp_"):
+        raise StrategyError(
+            f"cp {strategy.cp} was requested, and the attention of this code's model sees this rank's tokens alone. Make it with "
+            "tk.load(accelerator), and train with tk.forward_backward; or leave --cp out."
+        )
     if strategy.adapter != "none" and not any(".lora_" in name for name, _ in model.named_parameters()):
         raise StrategyError(
             f"adapter {strategy.adapter!r} was requested, and the model of this code has none. Make it with tk.load(accelerator) "

@@ -33,6 +33,8 @@ class OwnLoop(Upstream):  # type: ignore[misc]  # accelerate is untyped
         """Results of `prepare`; of DDP `_models` has the modules inside."""
         self._norms: dict[int, torch.Tensor] = {}
         """Optimizer id → norm of its gradients before clipping; empty until they are clipped."""
+        self.rows_compared = False
+        """Ranks that share one data-parallel rank gave the same rows in a first step (`forward_backward`)."""
         self._unscaled = False
         """fp16's scaler has unscaled the gradients of this step."""
         super().__init__(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ def forward_backward(
 
     Raises:
         StrategyError: for a model without a prepared optimizer.
-        DataError: for another number of micro-batches, and for a step without a trained label.
+        DataError: for another number of micro-batches, for a step without a trained label, and in the first step for other rows
+            on ranks that share one data-parallel rank.
     """
     import torch
 
@@ -46,6 +48,10 @@ def forward_backward(
             "returned together with its optimizer."
         )
     prepared = Prepared(job, model, optimizer, accelerator)
+    batches = list(batches)
+    if not loop.rows_compared:
+        _compare_rows(accelerator, batches)
+        loop.rows_compared = True
     micro_batches = [shifted(batch, prepared) for batch in batches]
     if len(micro_batches) != job.train_config.accumulation:
         raise DataError(
@@ -61,3 +67,21 @@ def forward_backward(
             "forward_backward: no label of the step is trained. Give micro-batches with labels other than -100."
         )
     return torch.tensor(sums.loss() / sums.tokens(), device=accelerator.device)
+
+
+def _compare_rows(accelerator: Accelerator, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Refuse other rows on ranks that share one data-parallel rank. A collective where there are such."""
+    from accelerate.utils import gather_object
+
+    job, rank = job_of(accelerator), accelerator.process_index
+    if job.parallelism.dp_size == job.ranks:
+        return
+    own = [zlib.crc32(batch["input_ids"].cpu().numpy().tobytes()) for batch in batches]
+    first: dict[int, tuple[int, list[int]]] = {}
+    for other, rows in gather_object([(rank, own)]):
+        same_rank, same = first.setdefault(job.coordinates(other).dp_rank, (other, rows))
+        if rows != same:
+            raise DataError(
+                f"forward_backward got other rows on rank {other} than on rank {same_rank}, and both compute the same ones under "
+                f"{job.strategy.label}. Prepare the DataLoader, and make its data alike on every rank, from one seed."
+            )

@@ -31,11 +31,13 @@ from toolkit.core.stopping import StopSignal
 from toolkit.data import eval_batches, spell_samples
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
+from toolkit.engines.played import measured
 from toolkit.engines.rank_calls import on_any_rank
 from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, try_save, verify
 from toolkit.exporters.generation import SAMPLE_TOKENS, answer, encode
+from toolkit.forecasting.stages import schedule_record
 from toolkit.measurement.window import STEPS
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
@@ -357,7 +359,7 @@ class RankRun:
         if self.config.save:
             with self.window.saving():
                 saved = save(prepared, tokenizer, self.folder.export, check=False)  # `verify` does
-        self._write_memory(self._audit or audit(prepared))
+        self._write_memory(self._audit or audit(prepared), prepared)
         if self.config.save:
             rows = self.preflight.rows
             facts = {"data": f"fingerprint {rows.fingerprint}", "versions": format_versions(versions())}
@@ -370,19 +372,21 @@ class RankRun:
             finish(self.folder, export=export.to_dict() if export else None, steps=steps)
         self.accelerator.end_training()
 
-    def _write_memory(self, last_audit: Audit) -> None:
-        """Write every rank's peaks and audit next to the forecast."""
+    def _write_memory(self, last_audit: Audit, prepared: Prepared) -> None:
+        """Write every rank's peaks and audit next to the forecast, and a pipeline's schedule as it ran."""
         from accelerate.utils import gather_object
 
         memory = measurement.collect(self.window.result(), on_device(self.job, last_audit.measured), gather_object)
         audits = gather_object([last_audit.to_dict()])
+        timed = [steps for steps in gather_object([self.job.engine.timed_actions(prepared)]) if steps]
         if self.accelerator.is_main_process:
             forecast = self.preflight.forecast
             forecasts = {
                 "forecast": forecast.to_dict() if forecast else None,
                 "unforecast": self.preflight.unforecast,
             }
-            write_json(self.folder.memory, {**memory.to_dict(), **forecasts, "audits": audits})
+            ran = {"schedule": schedule_record(measured(timed))} if timed else {}
+            write_json(self.folder.memory, {**memory.to_dict(), **forecasts, "audits": audits, **ran})
             self.accelerator.print(f"\n{last_audit}\n\n{memory}\n")
 
 

@@ -339,12 +339,12 @@ def _merge(owner: type[T], fields: Mapping[str, Any], bound: Mapping[str, Any]) 
 
 
 def seed_everything(accelerator: Accelerator) -> None:
-    """Seed this rank's generators from the job's seed, its data-parallel rank and its stage.
+    """Seed this rank's generators from the job's seed, its place on `dp` and `cp`, and its stage.
 
-    Ranks with the same rows and layers draw alike.
+    Ranks with the same tokens and layers draw alike.
     """
     from accelerate.utils import set_seed
 
     job = job_of(accelerator)
-    place = job.coordinates(accelerator.process_index)
-    set_seed(job.train_config.seed + place.dp_rank + job.parallelism.dp_size * place.pp)
+    place, sizes = job.coordinates(accelerator.process_index), job.parallelism
+    set_seed(job.train_config.seed + place.dp_rank * sizes.cp + place.cp + sizes.loss_size * place.pp)

@@ -36,7 +36,7 @@ STEPS, ROWS, SEQ_LEN = 2, 4, 32
 OTHERS = ("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 """What variables of another launcher begin with."""
 
-ALONE: dict[str, Any] = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "pp_stages_per_rank": None}
+ALONE: dict[str, Any] = {"tp": 1, "tp_sequence": False, "cp": 1, "ep": 1, "pp": 1, "pp_stages_per_rank": None}
 """Fields of the run in one process."""
 
 SAID = "guard: "

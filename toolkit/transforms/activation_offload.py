@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF
+from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.records import Transfer
 from toolkit.engines.registry import register_transform
@@ -79,7 +79,7 @@ def _input_bytes(job: Job) -> int:
     """Return the bytes of a layer's input, of one micro-batch. Under autocast it is in the weights' dtype."""
     spec, config = cast("ModelSpec", job.spec), job.train_config
     dtype = job.weight_dtype if job.engine.autocast_dtype(job) else job.compute_dtype
-    return config.micro_batch * config.seq_len // job.strategy.cp * spec.hidden * BYTES_OF[dtype]
+    return config.micro_batch * ceil_div(config.seq_len, job.strategy.cp) * spec.hidden * BYTES_OF[dtype]
 
 
 class Slot:

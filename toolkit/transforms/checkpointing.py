@@ -59,7 +59,7 @@ class Checkpointing(Transform):
         layer: Any
         for _, stack in module_lists(model) if word == "every" else ():
             for index, layer in enumerate(stack.children()):
-                if type(layer).__name__ in spec.blocks:
+                if type(layer).__name__.removeprefix("FSDP") in spec.blocks:  # it may be sharded already
                     layer.gradient_checkpointing = index % int(every) == 0
         return model
 

@@ -8,20 +8,20 @@ each micro-batch, through the model's keyword arguments, so recomputation in the
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from toolkit.config.parallelism import ORDER
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF
+from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.records import Transfer
 from toolkit.engines.registry import register_transform
-from toolkit.models.varlen import STATEFUL, register_varlen
+from toolkit.models.varlen import BOUNDS, STATEFUL, register_varlen
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 ROWS = "cp_rows"
 """The keyword argument of the model and of its attention with the whole rows."""
+
+FILLERS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+"""What lengthens a row [b, s] to a multiple of cp; these are not trained."""
 
 KERNELS = ("sdpa", "eager", "varlen")
 """Kernels that run inside. Others read rows in ways of their own."""
@@ -50,19 +53,19 @@ class ContextParallel(Transform):
         strategy, spec, cp = job.strategy, job.spec, job.strategy.cp
         if spec is not None and spec.kind != "causal":
             _refuse(f"needs a causal language model, and {spec.architecture} is none", "Leave out --cp.", cp)
-        if job.train_config.seq_len % cp:
-            near = job.train_config.seq_len // cp * cp or cp
-            _refuse(f"does not divide seq_len {job.train_config.seq_len}", f"Choose --seq-len {near}.", cp)
-        for what, asked in (("--tp", strategy.tp > 1), ("--ep", strategy.ep > 1), ("--compile", strategy.compile)):
-            if asked:
-                _refuse(f"does not run with {what} yet", "Leave out one of the two.", cp)
+        if strategy.compile:
+            _refuse("does not run with --compile yet", "Leave out one of the two.", cp)
         if strategy.attention not in KERNELS:
             kernels = " or ".join(KERNELS)
             _refuse(f"does not run with attention {strategy.attention!r}", f"Choose --attention {kernels}.", cp)
         if spec is None:
             return  # the engine alone is asked
-        if strategy.cp_attention == "ulysses" and spec.heads % cp:
-            _refuse(f"does not divide the {spec.heads} heads", "Choose --cp-attention gather, or another --cp.", cp)
+        if strategy.cp_attention == "ulysses" and spec.heads % (cp * strategy.tp):
+            heads = f"{spec.heads} heads" + (f" over tp {strategy.tp}" if strategy.tp > 1 else "")
+            _refuse(f"does not divide the {heads}", "Choose --cp-attention gather, or another --cp.", cp)
+        if spec.config.get("output_router_logits"):
+            fix = "Set output_router_logits to false in config.json, or leave out --cp."
+            _refuse(f"splits the rows over which {spec.architecture} balances its experts", fix, cp)
         if attention_kind(job) == "gather" and ATTENTIONS[strategy.attention].joins_rows:
             _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.", cp)
         layers = sorted(set(spec.config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
@@ -78,7 +81,8 @@ class ContextParallel(Transform):
         name = type(base).__name__
         if "position_ids" not in inspect.signature(base.forward).parameters:
             _refuse(f"needs a model that takes position_ids, and {name} does not", "Leave out --cp.")
-        own = {type(part).__name__ for part in base.modules() if type(part).__module__ == type(base).__module__}
+        files = {kind.__module__ for kind in type(base).__mro__}  # FSDP's class of a model is in a file of its own
+        own = {type(part).__name__ for part in base.modules() if type(part).__module__ in files}
         state = next(filter(STATEFUL.search, sorted(own)), None)
         if state:
             _refuse(
@@ -101,12 +105,19 @@ class ContextParallel(Transform):
         if masked is None:
             joined = bool((positions.diff(dim=-1) != 1).any())
             masked = joined or (padding is not None and not bool(padding.all()))
-        size, place = tokens.shape[1] // job.strategy.cp, job.coordinates(rank).cp
-        if tokens.shape[1] % job.strategy.cp:
-            _refuse(f"does not divide a row of {tokens.shape[1]} tokens", "Give rows of one length that it divides.")
+        size, place = ceil_div(tokens.shape[1], job.strategy.cp), job.coordinates(rank).cp
+        if more := size * job.strategy.cp - tokens.shape[1]:
+            if BOUNDS[0] in batch:
+                _refuse(f"does not divide a joined row of {tokens.shape[1]} tokens", "Choose --attention sdpa.")
+            batch = _lengthen(batch, more)
+            # They go on with the last document: no token before them sees them.
+            positions = torch.cat(
+                [positions, positions[:, -1:] + torch.arange(1, more + 1, device=positions.device)], 1
+            )
+            padding = batch.get("attention_mask")
         part = slice(place * size, (place + 1) * size)
         rows = Rows(attention_kind(job), _group(job), positions, padding if masked else None, masked, part)
-        taken = {name: batch[name][:, part] for name in ("input_ids", "labels") if name in batch}
+        taken = {name: batch[name][:, part] for name in FILLERS if name in batch and name != "attention_mask"}
         rest = {name: value for name, value in batch.items() if name != "attention_mask"}
         return {**rest, **taken, "position_ids": positions[:, part], ROWS: rows}
 
@@ -116,10 +127,11 @@ class ContextParallel(Transform):
         assert spec is not None
         key_heads = spec.config.get("num_key_value_heads") or spec.heads
         size = spec.config.get("head_dim") or spec.hidden // spec.heads
-        tokens = config.micro_batch * config.seq_len // cp
+        tokens = config.micro_batch * ceil_div(config.seq_len, cp)
+        heads, key_heads = spec.heads // job.strategy.tp, max(1, key_heads // job.strategy.tp)
         # Ulysses sends all but its own share of queries, keys, values and outputs; gather its keys and values to all others.
         ulysses = attention_kind(job) == "ulysses"
-        sent = (2 * spec.heads + 2 * key_heads) / cp if ulysses else 2 * key_heads
+        sent = 2 * (heads + math.lcm(key_heads, cp)) / cp if ulysses else 2 * key_heads
         layer = sent * (cp - 1) * tokens * size * BYTES_OF[job.compute_dtype]
         passes = 2 + job.strategy.recomputed_share
         what = "heads, exchanged" if ulysses else "keys and values, gathered"
@@ -130,10 +142,19 @@ register_transform(ContextParallel())
 
 
 def attention_kind(job: Job) -> str:
-    """Return `ulysses` or `gather`: `auto` takes Ulysses where the group divides the query heads."""
-    if job.strategy.cp_attention != "auto":
-        return job.strategy.cp_attention
-    return "ulysses" if job.spec is not None and job.spec.heads % job.strategy.cp == 0 else "gather"
+    """Return `ulysses` or `gather`: `auto` takes Ulysses where the group divides a tp rank's query heads."""
+    strategy, spec = job.strategy, job.spec
+    if strategy.cp_attention != "auto":
+        return strategy.cp_attention
+    return "ulysses" if spec is not None and spec.heads % (strategy.cp * strategy.tp) == 0 else "gather"
+
+
+def _lengthen(batch: Any, more: int) -> dict[str, Any]:
+    """Return the batch with so many more tokens at the end of each row."""
+    from torch.nn.functional import pad
+
+    longer = {name: pad(batch[name], (0, more), value=value) for name, value in FILLERS.items() if name in batch}
+    return {**batch, **longer}
 
 
 def _refuse(what: str, fix: str, cp: int | None = None) -> NoReturn:
@@ -215,19 +236,20 @@ def _check_rows(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> N
 
 
 def _group(job: Job) -> Any:
-    """Return the group of this process; in a trace all ranks."""
+    """Return the group of this process; in a trace there are fewer other dimensions."""
     import torch.distributed as dist
 
-    if dist.get_world_size() == job.strategy.cp:
-        return dist.group.WORLD
-    return _mesh_group(job.device.kind, tuple(getattr(job.parallelism, name) for name in ORDER))
+    return _mesh_group(dist.group.WORLD, job.device.kind, job.strategy.cp, job.strategy.tp)
 
 
 @cache
-def _mesh_group(device: str, shape: tuple[int, ...]) -> Any:
+def _mesh_group(world: Any, device: str, cp: int, tp: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device, shape, mesh_dim_names=ORDER)["cp"].get_group()
+    if world.size() == cp:
+        return world
+    shape = (world.size() // (cp * tp), cp, tp)  # both are the innermost dimensions
+    return init_device_mesh(device, shape, mesh_dim_names=("others", "cp", "tp"))["cp"].get_group()
 
 
 @cache
@@ -255,7 +277,8 @@ def _attention(
     if rows is None:
         if module.training:
             _refuse(
-                "got whole rows: in your own loop it is not available yet", "Train by toolkit train, or leave out --cp."
+                "got whole rows in training, and each rank computes a part of them",
+                "Call tk.forward_backward(accelerator, model, micro_batches), which divides them.",
             )
         return inner(module, query, key, value, mask, *args, **kwargs)  # type: ignore[no-any-return]
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
@@ -264,8 +287,8 @@ def _attention(
     kwargs.pop("position_ids", None)
     exchanges = rows.kind == "ulysses"
     if exchanges:
-        if key.shape[1] % rows.group.size():
-            repeats = query.shape[1] // key.shape[1]
+        repeats = rows.group.size() // math.gcd(key.shape[1], rows.group.size())
+        if repeats > 1:  # fewer heads of keys than ranks
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
         query, key, value = (_exchange(each, rows.group) for each in (query, key, value))
     else:

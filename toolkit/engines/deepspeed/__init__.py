@@ -226,7 +226,10 @@ def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[st
     if stage < 3:
         zero["allgather_bucket_size"] = gathered or round_up(square, 2) or int(5e8)
     else:
+        kept = strategy.live_elements or 10**9
         zero |= {
+            "stage3_max_live_parameters": kept,
+            "stage3_max_reuse_distance": kept,
             "stage3_prefetch_bucket_size": gathered or int(0.9 * square) or "auto",
             "stage3_param_persistence_threshold": 10 * spec.hidden if spec else "auto",
             "stage3_gather_16bit_weights_on_model_save": True,

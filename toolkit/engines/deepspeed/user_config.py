@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.fields import check_value
-from toolkit.config.strategy import Strategy
+from toolkit.config.strategy import BUCKETS, Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.atomic_io import (
     LONGEST_JSON,
@@ -61,8 +61,6 @@ FIXED: Mapping[str, Any] = {
     "zero_optimization.contiguous_gradients": True,
     "zero_optimization.round_robin_gradients": False,
     "zero_optimization.sub_group_size": 1e9,
-    "zero_optimization.stage3_max_live_parameters": 1e9,
-    "zero_optimization.stage3_max_reuse_distance": 1e9,
     "zero_optimization.stage3_param_persistence_threshold": "auto",
 }
 """The one value that the toolkit runs: DeepSpeed's default, or its own rule (`auto`)."""
@@ -76,6 +74,8 @@ NUMBER_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_optimization.reduce_bucket_size": ("bucket_elements", _whole),
     "zero_optimization.allgather_bucket_size": ("gather_bucket_elements", _whole),
     "zero_optimization.stage3_prefetch_bucket_size": ("gather_bucket_elements", _whole),
+    "zero_optimization.stage3_max_live_parameters": ("live_elements", _whole),
+    "zero_optimization.stage3_max_reuse_distance": ("live_elements", _whole),
     "optimizer.params.lr": ("lr", float),
     "optimizer.params.weight_decay": ("weight_decay", float),
     "optimizer.params.eps": ("eps", float),
@@ -126,7 +126,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
 
     def set_fields(key: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            if name in ("lr", "precision") and fields.get(name, value) != value:
+            if name in ("lr", "precision", "live_elements") and fields.get(name, value) != value:
                 raise refuse(key, f"{fields[name]!r}, as another key has it")
             fields[name] = value
 
@@ -157,7 +157,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
     if "sharding" not in fields:
         raise StrategyError(f"{path} sets no zero_optimization.stage. Expected 1, 2 or 3; or choose sharding 'ddp'.")
     for key, (name, kind) in NUMBER_KEYS.items():
-        unused = name == "gather_bucket_elements" and ("stage3" in key) != (fields["sharding"] == "zero3")
+        unused = name in BUCKETS[1:] and ("stage3" in key) != (fields["sharding"] == "zero3")
         if keys.get(key) not in OPEN and not unused:
             set_fields(key, {name: number(key, keys[key], name, kind)})
     for key, only in FIXED.items():

@@ -109,9 +109,6 @@ class Fetches:
 
     grows = False  # gradients are added to shards that are there before the first
 
-    REUSE, LIVE = 10**9, 10**9
-    """Elements: `stage3_max_reuse_distance`, `stage3_max_live_parameters`, at their defaults."""
-
     def __init__(self, simulation: Simulation) -> None:
         job, ledger = simulation.job, simulation.ledger
         assert job.spec is not None
@@ -121,6 +118,7 @@ class Fetches:
         self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
         self._room, self._ahead = zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]
         self._elements = {state.name: state.elements for state in states}
+        self._live, self._reuse = zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]
         limit = zero["stage3_param_persistence_threshold"]
         self._persistent = {name for name, elements in self._elements.items() if elements <= limit}
         self._own: dict[str, list[str]] = {}
@@ -150,7 +148,7 @@ class Fetches:
         copies = 2 if job.device.kind == "cpu" and self._ranks > 1 else 1
         ledger.touch("buffers", max(shards, default=0) * self._ranks * self._size * copies)
         self._available = 0
-        """Elements that are gathered or being gathered (`__n_available_params`): `LIVE` bounds what is fetched ahead."""
+        """Elements that are gathered or being gathered (`__n_available_params`): `_live` bounds what is fetched ahead."""
         self._whole: dict[str, int] = {}
         """Gathered bytes."""
         self._under_way: dict[str, _Gather] = {}
@@ -191,7 +189,7 @@ class Fetches:
         if own is not None:
             self._wait_for(own)
         ahead: set[str] = set()
-        count, most = 0, min(self.LIVE - self._available, self._ahead)
+        count, most = 0, min(self._live - self._available, self._ahead)
         while self._queue and count < most:
             name, at = self._queue.popleft()
             self._fetched_for[name] = max(self._fetched_for[name], at)
@@ -255,13 +253,13 @@ class Fetches:
             self._ledger.hold("buffers", -gather.flat)
 
     def _release(self, module: str) -> None:
-        """Follow `__params_to_release`: keep what the next `REUSE` elements use again."""
+        """Follow `__params_to_release`: keep what the next `_reuse` elements use again."""
         for name in dict.fromkeys(self._own[module]):
             if name not in self._whole or self._fetched_for[name] > self._at:
                 continue
             uses = self._uses[name]
             following = bisect_left(uses, self._at)
-            soon = following < len(uses) and self._passed[uses[following]] - self._passed[self._at] < self.REUSE
+            soon = following < len(uses) and self._passed[uses[following]] - self._passed[self._at] < self._reuse
             if not soon:
                 self._free(name)
 

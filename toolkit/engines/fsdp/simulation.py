@@ -6,7 +6,6 @@ accelerate/utils/fsdp_utils.py `fsdp2_prepare_model`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,7 @@ from toolkit.engines.simulation import (
     host_transfers,
     stream_weights,
 )
-from toolkit.engines.states import State, optimizer_bytes, parameters_of
+from toolkit.engines.states import State, generic_name, optimizer_bytes, parameters_of
 from toolkit.engines.traces import Trace
 
 
@@ -36,7 +35,7 @@ def shard_elements(state: State, ranks: int, place: int = 0) -> int:
 def ranks_apart(job: Job, module: str) -> int:
     """Return how many ranks shard a module that has a number of its own; 0 for all others."""
     apart: Mapping[str, int] = job.settings["apart"]
-    return apart.get(re.sub(r"\.\d+(?=\.|$)", ".*", module), 0) if apart else 0
+    return apart.get(generic_name(module), 0) if apart else 0
 
 
 def shard_ranks(job: Job, name: str) -> int:
@@ -56,7 +55,8 @@ class FSDPForecast(Engine):
 
     def expected_state(self, job: Job, rank: int = 0) -> StateMemory:
         """Return the bytes of states that a rank holds. Parameters are padded to equal parts, moments are not."""
-        place, trained = job.coordinates(rank).dp_shard, [state for state in parameters_of(job) if state.trainable]
+        own, trained = job.coordinates(rank), [state for state in parameters_of(job) if state.trainable]
+        place = own.dp_shard * job.parallelism.cp + own.cp
         elements = sum(shard_elements(state, shard_ranks(job, state.name), place) for state in trained)
         return replace(super().expected_state(job, rank), optimizer=optimizer_bytes(job, elements))
 

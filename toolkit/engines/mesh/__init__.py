@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from toolkit.engines.mesh.styles import group_heads, register_shared, register_s
 from toolkit.engines.optimizer_step import average_gradients, scale_gradients, total_norm
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
+from toolkit.engines.states import generic_name, parameters_of, policy_dtypes, trained_elements
 from toolkit.engines.traces import Trace, TraceConfig
 from toolkit.engines.upstream import patched
 
@@ -142,7 +142,7 @@ class Mesh(Engine):
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return the inner engine's over local shapes, and those of the tensor- and expert-parallel groups."""
-        local, ranks = local_job(job), job.parallelism.dp_size
+        local, ranks = local_job(job), job.parallelism.loss_size
         inner = self.inner.communication(local)
         if not self.sharded and ranks > 1:
             size = 2 * (ranks - 1) / ranks * trained_elements(local) * BYTES_OF[job.weight_dtype]
@@ -176,14 +176,16 @@ class Mesh(Engine):
         assert job.spec is not None
         register_summed()
         sizes, later = job.parallelism, self._shards_later(job)
-        dense = {"tp_size": sizes.tp, "fsdp_size": sizes.dp_shard, "dp_replicate_size": sizes.dp_replicate}
+        # Ranks of one sequence hold the same part, or a shard each, like those of other rows.
+        shards, copies = (sizes.shard_size, sizes.dp_replicate) if self.sharded else (1, sizes.loss_size)
+        dense = {"tp_size": sizes.tp, "fsdp_size": shards, "dp_replicate_size": copies}
         shared = register_shared(job.spec, sizes)
         config = DistributedConfig(**dense, ep_size=sizes.ep, tp_plan=shared or None)
         shard = partial(_fully_shard, job) if self.sharded and not later else lambda model, *_: model
         with patched(mixin, apply_fully_sharded_data_parallelism=shard):
             model = reader.read(distributed_config=config)
         mesh = model._mesh_manager
-        self._replicas = None if self.sharded or sizes.dp_size == 1 else mesh.get_mesh("dp_replicate").get_group()
+        self._replicas = None if self.sharded or copies == 1 else mesh.get_mesh("dp_replicate").get_group()
         if shared:
             group_heads(model, job.spec, sizes)
         # Saving would gather the model once more, which the export has done.
@@ -237,9 +239,8 @@ class Mesh(Engine):
         scale_gradients(gradients, norm, limit)
         return norm
 
-    def split(self, job: Job, model: Any, mesh: Any) -> None:
-        """Split the weights of a loaded model over a `tp` mesh: for a pipeline, which leaves others' on the meta device."""
-        from torch.distributed.tensor import DTensor
+    def split(self, job: Job, model: Any, mesh: Any, names: Collection[str]) -> None:
+        """Split the parameters of these names over a `tp` mesh before they are read: those of a pipeline's stage."""
         from transformers.distributed import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -247,16 +248,13 @@ class Mesh(Engine):
         register_summed()
         shared = register_shared(job.spec, job.parallelism)
         plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan=shared or None))
-        modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+        modules = dict(model.named_modules())
 
         def is_held(name: str) -> bool:
-            own = [parameters[name]] if name in parameters else modules[name].parameters(recurse=False)
-            return not any(parameter.is_meta for parameter in own)
+            own = modules[name].named_parameters(recurse=False) if name in modules else ()
+            return all(f"{name}.{leaf}" in names for leaf, _ in own) if name in modules else name in names
 
         apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if is_held(name)})
-        for parameter in model.parameters():
-            if isinstance(parameter, DTensor):  # a view would keep the whole weight
-                parameter._local_tensor = parameter._local_tensor.clone()
         if shared:
             group_heads(model, job.spec, job.parallelism)
 
@@ -268,8 +266,8 @@ def parts_of(tensor: Any, group: str) -> int:
     return tensor.device_mesh.size(place) if place is not None and tensor.placements[place].is_shard() else 1
 
 
-def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, str]) -> Any:
-    """Shard a model in the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py); `plans`: FSDP's and the experts'."""
+def _fully_shard(job: Job, model: Any, mesh_manager: Any, *_: Any) -> Any:
+    """Shard a model in the groups of accelerate's `fsdp2_prepare_model` (utils/fsdp_utils.py), not by transformers' plans."""
     from accelerate.utils.fsdp_utils import _find_final_norm
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -278,7 +276,7 @@ def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, s
     options = {"mesh": mesh_manager.get_mesh((*replicas, "fsdp")), "mp_policy": policy}
     reshard = job.settings["reshard_after_forward"]
     if job.parallelism.ep > 1:
-        _shard_experts(job, model, plans[1], {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
+        _shard_experts(job, model, {**options, "mesh": mesh_manager.get_mesh((*replicas, "efsdp"))})
     for module in [child for child in model.modules() if type(child).__name__ in job.settings["wrap"]][::-1]:
         fully_shard(module, reshard_after_forward=reshard, **options)
     embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _find_final_norm(model)
@@ -293,7 +291,7 @@ def _fully_shard(job: Job, model: Any, mesh_manager: Any, *plans: Mapping[str, s
     return model
 
 
-def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mapping[str, Any]) -> None:
+def _shard_experts(job: Job, model: Any, options: Mapping[str, Any]) -> None:
     """Shard experts over the ranks that hold the same ones, as transformers' `apply_fully_sharded_data_parallelism`.
 
     Tokens of all data-parallel ranks reach an expert: its gradient is a sum over more ranks than shard it. A factor other than
@@ -303,11 +301,9 @@ def _shard_experts(job: Job, model: Any, plan: Mapping[str, str], options: Mappi
 
     # A policy of their own would round the router's weights, which come in fp32, to the compute dtype.
     options = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)}
-    for name, style in plan.items():
-        if style == "ep_dispatch_experts":
-            experts = fully_shard(
-                model.get_submodule(name), reshard_after_forward=job.settings["reshard_after_forward"], **options
-            )
-            experts.set_gradient_divide_factor(float(job.parallelism.dp_size))
+    for name, module in list(model.named_modules()):
+        if generic_name(name) in job.settings["apart"]:
+            experts = fully_shard(module, reshard_after_forward=job.settings["reshard_after_forward"], **options)
+            experts.set_gradient_divide_factor(float(job.parallelism.loss_size))
             if options["mesh"].size(-1) > 1:
                 experts.set_force_sum_reduction_for_comms(True)

@@ -12,7 +12,7 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
-from toolkit.engines.states import State, adapted
+from toolkit.engines.states import State, adapted, generic_name
 from toolkit.models import ModelSpec, Parameter
 from toolkit.models.varlen import DROPOUTS
 
@@ -30,6 +30,9 @@ EXPERTS = "grouped_gemm"
 ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
 """The name of a half of an adapter: its module, and which one."""
 
+PART = re.compile(r"(.+\.\d+\.[^.]+)\.")
+"""The part of a layer that a parameter is in."""
+
 SUPPORTED = {
     "sharding": ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
     "adapter": ("none", "lora"),
@@ -37,7 +40,7 @@ SUPPORTED = {
     "precision": ("bf16", "fp32", "bf16_pure"),
 }
 """The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes."""
-WITHOUT_EXPERTS = {"sharding": "ddp", "adapter": "lora"}
+WITHOUT_EXPERTS = ("ddp",)
 """Those that do not run with expert parallelism."""
 
 
@@ -50,13 +53,13 @@ def refuse(job: Job) -> None:
     strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
     degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
     for name, values in SUPPORTED.items():
-        choices = [each for each in values if ep == 1 or each != WITHOUT_EXPERTS.get(name)]
+        choices = [each for each in values if ep == 1 or each not in WITHOUT_EXPERTS]
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
                 f"{name} {value!r} does not run with {degree} {size} yet. Choose {name} {' or '.join(choices)}, or --{degree} 1."
             )
-    if strategy.sharding != "none" and job.parallelism.dp_size < 2:
+    if strategy.sharding != "none" and job.parallelism.loss_size < 2:
         raise StrategyError(
             f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
             f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
@@ -75,13 +78,13 @@ def refuse(job: Job) -> None:
 
 def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
     """Refuse more ranks than the rows of a matrix that tp and FSDP both divide: transformers reads no empty part of one."""
-    tp, ranks, plan = job.parallelism.tp, job.parallelism.dp_shard, plan_of(spec, job.parallelism)
+    tp, ranks, plan = job.parallelism.tp, job.parallelism.shard_size, plan_of(spec, job.parallelism)
     rows = {each.name: ceil_div(each.shape[0], tp) for each in spec.parameters if style_of(each.name, plan) in COLWISE}
     name = min(rows, key=rows.__getitem__, default="")
     if name and ceil_div(rows[name], ranks) * (ranks - 1) >= rows[name]:
         raise StrategyError(
             f"tp {tp} with sharding {job.strategy.sharding!r}: {name} has {rows[name]} rows on a tp rank, fewer than its {ranks} "
-            "data-parallel ranks can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
+            "ranks of FSDP can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
         )
 
 
@@ -134,7 +137,7 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the plan's style of a parameter, by its own name or its module's; None where it is replicated."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer.", "."))
+    generic = generic_name(name)
     return plan.get(generic) or plan.get(generic.rpartition(".")[0])
 
 
@@ -188,7 +191,7 @@ def local_job(job: Job, rank: int = 0) -> Job:
 
     Under `ddp` as one process that shares its checkpoints with the others: this engine averages the gradients.
     """
-    data = {} if job.engine.sharded else {"dp_replicate": 1, "tp": job.parallelism.dp_size}  # type: ignore[attr-defined]
+    data = {} if job.engine.sharded else {"dp_replicate": 1, "cp": 1, "tp": job.parallelism.loss_size}  # type: ignore[attr-defined]
     spec = None if job.spec is None else _local_spec(job.spec, job.parallelism, job.coordinates(rank).tp)
     return dataclasses.replace(
         job,
@@ -220,7 +223,7 @@ def experts_apart(job: Job) -> dict[str, int]:
     sizes = job.parallelism
     if job.spec is None or sizes.ep == 1:
         return {}
-    ranks = sizes.dp_shard * sizes.tp // sizes.ep
+    ranks = sizes.shard_size * sizes.tp // sizes.ep
     return {name: ranks for name, style in job.spec.ep_plan.items() if style == "ep_dispatch_experts"}
 
 
@@ -234,18 +237,25 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
 
     An all-reduce sends 2 (N - 1)/N of a tensor, an all-gather (N - 1)/N. Under autocast the embedding's sum and the
     gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers. An exchange of tokens sends
-    (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced.
+    (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced. All wait for the
+    rank with the most tokens.
     """
-    spec, sizes = job.spec, job.parallelism
-    tp, ep, plan = sizes.tp, sizes.ep, plan_of(job.spec, sizes) if job.spec else {}
+    spec, tp = job.spec, job.parallelism.tp
     assert spec is not None
-    tokens, compute = job.train_config.micro_batch * job.train_config.seq_len, BYTES_OF[job.compute_dtype]
+    plan = plan_of(spec, job.parallelism)
+    tokens = job.train_config.micro_batch * ceil_div(job.train_config.seq_len, job.parallelism.cp)
+    compute = BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 1 + job.strategy.recomputed_share
-    summed = gathered = backward = 0.0
+    summed = gathered = backward = scattered = 0.0
+    inputs: dict[str, float] = {}
     for name, shape in _weights(spec):
-        style = style_of(name, plan)
-        if style in ROWWISE:
+        style, part = style_of(name, plan), PART.match(name) if job.strategy.tp_sequence else None
+        if part and style in COLWISE:
+            inputs[part[1]] = tokens * shape[1] * widest
+        elif part and style in ROWWISE:
+            scattered += (repeated + 1) * tokens * shape[0] * compute
+        elif style in ROWWISE:
             summed += repeated * tokens * shape[0] * compute
             gathered += tokens * shape[1] * compute if style != ROWWISE[0] else 0  # gradients of the whole input
         elif style == "embedding_rowwise":
@@ -270,23 +280,34 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
             summed += repeated * tokens * rank * compute
         elif style is not None:  # the half that is split is gathered
             gathered += repeated * rank * shape[0 if style in COLWISE else 1] * widest
+    if inputs:  # the stream is split once and gathered once, too
+        scattered += (repeated + 1) * sum(inputs.values()) + 2 * tokens * spec.hidden * widest
     share, micro = (tp - 1) / tp, job.train_config.accumulation
     dense = [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
         Transfer(share * gathered, micro, "nothing", "tp", "whole outputs, all-gathered in the tp group"),
         Transfer(2 * share * backward, micro, "nothing", "tp", "activations' gradients, all-reduced in the tp group"),
     ]
-    if spec.moe is None or ep == 1:
-        return dense
+    if inputs:
+        dense.append(
+            Transfer(share * scattered, micro, "nothing", "tp", "tokens, gathered and scattered in the tp group")
+        )
     names = (parameter.name for parameter in spec.parameters)
     routed = len({name.rpartition(".")[0] for name in names if style_of(name, plan) == EXPERTS})
-    rows = (1 + repeated) * routed * tokens * spec.hidden * compute
-    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp
-    experts = [
-        Transfer(exchanged, micro, "nothing", "ep", "tokens, exchanged in the ep group"),
-        Transfer(share * rows, micro, "nothing", "tp", "experts' outputs, all-gathered in the tp group"),
-    ]
+    experts = _expert_transfers(job, spec, (1 + repeated) * routed * tokens * spec.hidden * compute)
     return [*dense, *experts] if tp > 1 else experts[:1]
+
+
+def _expert_transfers(job: Job, spec: ModelSpec, rows: float) -> list[Transfer]:
+    """Return what experts exchange; `rows`: bytes of the tokens before all of them, in all passes."""
+    tp, ep, micro = job.parallelism.tp, job.parallelism.ep, job.train_config.accumulation
+    if spec.moe is None or ep == 1:
+        return []
+    exchanged = 2 * (ep - 1) / ep * rows * spec.moe.active / tp * job.expert_imbalance
+    return [
+        Transfer(exchanged, micro, "nothing", "ep", "tokens, exchanged in the ep group"),
+        Transfer((tp - 1) / tp * rows, micro, "nothing", "tp", "experts' outputs, all-gathered in the tp group"),
+    ]
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -21,9 +21,11 @@ from toolkit.engines.pipeline.schedules import check_adapted, idle_share, refuse
 from toolkit.engines.pipeline.sharding import MESH, bare, make_mesh, shard_stages, sharded, spread, tie
 from toolkit.engines.pipeline.simulation import SimulatedPipeline
 from toolkit.engines.pipeline.stages import drop
+from toolkit.engines.played import Action
 from toolkit.engines.records import Prepared, StateMemory
 from toolkit.engines.shards import BUFFER, Shard
 from toolkit.engines.timeouts import handlers
+from toolkit.engines.upstream import patched
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -155,30 +157,46 @@ class Pipeline(SimulatedPipeline):
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return the note that a rank keeps its stages."""
-        return "every rank reads the whole model, and keeps its own layers"
+        return "every rank reads its own part of its layers"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def streams(self, job: Job) -> bool:
-        """Return false: each rank reads the whole model."""
+        """Return false: each rank reads its layers."""
         return False
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read the model and keep this rank's layers, and of them its tensor-parallel part; `reader` is a `loading.Reader`."""
-        rank, mesh = reader.accelerator.process_index, make_mesh(job)
+        """Read this rank's layers, of them its tensor-parallel part, and of that its shard; `reader` is a `loading.Reader`.
+
+        transformers asks for devices once the modules are there and before it reads: the stages are cut and sharded then. What
+        the map gives to `meta` stays in the files. FSDP2 waits for an adapter.
+        """
+        from transformers import modeling_utils
+
+        assert job.spec is not None
+        rank, mesh, own = reader.accelerator.process_index, make_mesh(job), held(job, reader.accelerator.process_index)
+        first = {name: group[0] for group in job.spec.tied for name in group}
+        names = (*first, *(parameter.name for parameter in job.spec.parameters))
+        mine = {name for name in names if first.get(name, name) in own}
+
+        def cut(model: Any, device_map: Any, *args: Any) -> Any:
+            vars(model)[MESH] = mesh
+            if job.parallelism.tp > 1:
+                self.inner.split(job, model, mesh["tp"], mine)  # type: ignore[attr-defined]
+            if sharded(job) and job.strategy.adapter == "none":
+                shard_stages(job, model)
+            return device_map
 
         def keep(model: Any) -> None:
-            drop(model, held(job, rank))
-            if job.parallelism.tp > 1:
-                tie(job, model, rank, apart=True)
-                self.inner.split(job, model, mesh["tp"])  # type: ignore[attr-defined]
-                tie(job, model, rank)
+            drop(model, own)
+            tie(job, model, rank)
 
-        model = reader.read(keep=keep)
+        # It would put hooks around a model with two devices.
+        with patched(modeling_utils, _get_device_map=cut, accelerate_dispatch=lambda *args: None):
+            model = reader.read(keep=keep, device_map={"": "cpu", **dict.fromkeys({*names} - mine, "meta")})
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta and tensor.device.type != reader.accelerator.device.type:
                 tensor.data = tensor.data.to(reader.accelerator.device)
-        vars(model)[MESH] = mesh
         return model
 
     def before_prepare(self, job: Job, model: torch.nn.Module) -> None:
@@ -247,6 +265,11 @@ class Pipeline(SimulatedPipeline):
         sums: list[torch.Tensor] = _runtime(prepared).step(batches, weight, training=prepared.model.training)
         on_last_forward(sums)
         return sums
+
+    def timed_actions(self, prepared: Prepared) -> list[list[tuple[Action, float, float]]]:
+        """Return the last steps of this rank, where it is of those that are simulated: those of one pipeline."""
+        mine = prepared.accelerator.process_index in self.simulated_ranks(prepared.job)
+        return _runtime(prepared).stopwatch.steps() if mine else []
 
     def evaluate(self, prepared: Prepared, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the loss sum of each batch on every rank; one batch passes through the stages at a time."""

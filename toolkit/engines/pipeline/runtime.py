@@ -13,6 +13,7 @@ from toolkit.engines.pipeline.anatomy import anatomy_of, held
 from toolkit.engines.pipeline.schedules import SEVERAL, schedule_class
 from toolkit.engines.pipeline.sharding import MESH, bare
 from toolkit.engines.pipeline.stages import Stage, hidden_dtype
+from toolkit.engines.pipeline.stopwatch import Stopwatch
 from toolkit.engines.records import Prepared
 from toolkit.engines.states import local_tensor
 
@@ -44,6 +45,7 @@ class Runtime:
         parts = anatomy_of(job.spec)
         numbers = range(self.place, self._count, self._pp)
         self.stages = [Stage(prepared, parts, number, cuts) for number in numbers]
+        self.stopwatch = Stopwatch(self._device)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._hidden = job.spec.hidden
         self._weight: Callable[[], torch.Tensor] | None = None
@@ -83,6 +85,7 @@ class Runtime:
         schedule = self._schedule(batches, weight)
         first = [numbers] if self.stages[0].is_first else []
         target = numbers if self.is_last else None
+        self.stopwatch.begin_step()
         with phase("backward"):  # each forward marks itself inside
             try:
                 schedule.step(*first, target=target, return_outputs=False, number=numbers)
@@ -145,7 +148,9 @@ class Runtime:
         given = torch.empty(1, dtype=torch.long, device="meta") if stage.is_first else hidden.requires_grad_()
         leaving = torch.empty((), device="meta") if stage.is_last else hidden.requires_grad_()
         about = {"input_args": given, "output_args": leaving, "group": self.group}
-        return PipelineStage(stage.module, stage.number, self._count, self._device, **about)
+        made = PipelineStage(stage.module, stage.number, self._count, self._device, **about)
+        self.stopwatch.time(made)
+        return made
 
     def _weighted(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None

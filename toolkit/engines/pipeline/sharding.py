@@ -90,10 +90,8 @@ def _options(job: Job, mesh: DeviceMesh) -> Mapping[str, Any]:
     return {"mesh": mesh[_dimensions(mesh)], "mp_policy": policy, "reshard_after_forward": False}
 
 
-def tie(job: Job, model: Any, rank: int, *, apart: bool = False) -> None:
-    """Give all names of a tied weight the tensor of the one that a stage of this rank uses; `apart`: the others one on meta."""
-    import torch
-
+def tie(job: Job, model: Any, rank: int) -> None:
+    """Give all names of a tied weight the tensor of the one that a stage of this rank uses."""
     assert job.spec is not None
     parts, mine = anatomy_of(job.spec), places_of(job, rank)
     named = {
@@ -104,6 +102,4 @@ def tie(job: Job, model: Any, rank: int, *, apart: bool = False) -> None:
     for group in job.spec.tied:
         used = [name for name in group if mine.intersection(parts.places(name))]
         for name in group if used else ():
-            tensor = named[used[0]][1]
-            meta = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-            set_tensor(model, named[name][0], meta if apart and name != used[0] else tensor)
+            set_tensor(model, named[name][0], named[used[0]][1])

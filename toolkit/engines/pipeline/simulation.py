@@ -63,27 +63,20 @@ class SimulatedPipeline(Engine):
         return what == "gradient"
 
     def simulate_load(self, simulation: Simulation) -> None:
-        """Simulate reading the whole model. On a CPU, what other ranks hold stays in the mapped file, where the dtype is kept."""
+        """Simulate reading a rank's own part into host memory."""
         job, ledger, own = simulation.job, simulation.ledger, simulation.state.parameters
-        own *= job.parallelism.shard_size if sharded(job) else 1  # it is sharded in `prepare`
-        assert job.spec is not None
-        adapter = job.strategy.adapter != "none"  # which comes later
-        whole = sum(state.bytes for state in parameters_of(job) if not (adapter and state.trainable))
+        if sharded(job) and job.strategy.adapter != "none":
+            own *= job.parallelism.shard_size  # in `prepare` it is sharded
         ledger.enter("load")
-        if job.device.kind == "cpu":
-            if (job.spec.config.get("dtype") or "float32") != job.kept_dtype:
-                ledger.touch("parameters", whole)
-            ledger.hold("parameters", own)
-            largest = max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
-            ledger.touch("workspace", largest)  # it is copied out of the file
-            ledger.enter("prepare")
-            ledger.hold("parameters", simulation.state.parameters - own)
-        else:
-            ledger.offload("parameters", whole)
-            ledger.enter("prepare")
-            ledger.hold("parameters", own)
-            ledger.offload("parameters", -whole)
-            ledger.hold("parameters", simulation.state.parameters - own)
+        ledger.offload("parameters", own)
+        # On a CPU it is a view of the mapped file at first, from which it is copied.
+        ledger.touch_host(
+            "workspace", max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
+        )
+        ledger.enter("prepare")
+        ledger.offload("parameters", -own)
+        ledger.hold("parameters", own)
+        ledger.hold("parameters", simulation.state.parameters - own)
 
     def simulate_training(self, simulation: Simulation) -> None:
         """Simulate a step: buffers for all that is received, and every action of the rank."""

@@ -1,0 +1,68 @@
+"""Sequence parallelism in the tp group on real ranks: losses and norms of one process, a checkpoint, the export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+pytestmark = pytest.mark.dist
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}
+SPLIT = {"tp": 2, "tp_sequence": True, "loss": "chunked"}
+FULL, NONE = ({"activation_checkpointing": word} for word in ("full", "none"))
+
+CELLS: dict[tuple[int, str], tuple[str, dict[str, Any]]] = {
+    (2, "llama"): ("llama", {**SPLIT, **FULL}),
+    (2, "qwen3"): ("qwen3", {**SPLIT, **NONE, "loss": "whole"}),
+    (2, "mistral"): ("mistral", {**SPLIT, **NONE}),
+    (2, "gpt_neox"): ("gpt_neox", {**SPLIT, **FULL}),
+    (4, "four"): ("qwen3", {**SPLIT, **FULL, "tp": 4}),
+    (4, "fsdp"): ("qwen3", {**SPLIT, **FULL, "sharding": "fsdp"}),
+    (4, "ddp"): ("llama", {**SPLIT, **NONE, "sharding": "ddp"}),
+}
+"""Number of ranks, name → model, strategy."""
+
+Gave = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3 has norms over heads and tied embeddings, Mistral windows, GPT-NeoX biases after row-wise products."""
+    root = tmp_path_factory.mktemp("sequence")
+    tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, **SHAPE)
+    tiny.qwen3(root / "qwen3", tie_word_embeddings=True, **{**SHAPE, "num_key_value_heads": 4})
+    tiny.mistral(root / "mistral", **SHAPE)
+    tiny.gpt_neox(root / "gpt_neox")
+    return root
+
+
+@pytest.fixture(scope="module")
+def gave(root: Path) -> Gave:
+    """What each run gave, by its number of ranks and its name."""
+    models = ("llama", "qwen3", "mistral", "gpt_neox")
+    cells: dict[int, list[dict[str, Any]]] = {
+        1: [{"name": model, "folder": str(root / model), "strategy": {}, "upto": 4} for model in models]
+    }
+    more = {(2, "llama"): {"into": str(root / "tp"), "saves": [2]}, (4, "fsdp"): {"export": str(root / "export")}}
+    for (count, name), (model, strategy) in CELLS.items():
+        cell = {"name": name, "folder": str(root / model), "strategy": strategy, "upto": 4}
+        cells.setdefault(count, []).append({**cell, **more.get((count, name), {})})
+    again = {"name": "to fsdp", "folder": str(root / "llama"), "strategy": {"sharding": "fsdp"}, "upto": 4}
+    cells[2].append({**again, "from": str(root / "tp" / "step-00000002")})
+    return tiny.run_meshes(list(cells.items()), root / "llama", root / "scratch")
+
+
+@pytest.mark.parametrize(("count", "name"), [*CELLS, (2, "to fsdp")])
+def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
+    """The worker's audit compares norms on the ranks bit by bit: each saw other tokens."""
+    result, model = gave[count, name], CELLS[count, name][0] if (count, name) in CELLS else "llama"
+    tiny.assert_same(result["steps"], gave[1, model]["steps"][-len(result["steps"]) :])
+    assert result["evaluated"] == pytest.approx(gave[1, model]["evaluated"], rel=1e-5)
+    assert result["exact"] or "from" in result["cell"]
+
+
+def test_the_export_is_the_trained_model(gave: Gave) -> None:
+    assert gave[4, "fsdp"]["logits_error"] <= 1e-6
