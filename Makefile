@@ -24,7 +24,7 @@ RESULTS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test grid check docs matrix cards choose schemas dist notebooks screenshots system-packages
+.PHONY: demo test grid check docs matrix cards choose schemas dist lower-bounds notebooks screenshots system-packages
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -58,6 +58,9 @@ schemas: .venv/.installed
 dist: .venv/.installed
 	rm -rf dist
 	$(BIN)/python .ci/build-dist dist
+
+lower-bounds: .venv/.installed
+	$(BIN)/python .ci/lower-bounds
 
 # A run that benchmarks/results holds for these versions and this machine is not repeated; each row has its commit.
 grid: .venv/.installed

@@ -21,13 +21,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def builder() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("build_dist", str(ROOT / ".ci" / "build-dist"))
-    spec = importlib.util.spec_from_loader("build_dist", loader)
+def program(name: str) -> ModuleType:
+    """A Python file of `.ci`, without running it."""
+    module_name = name.replace("-", "_")
+    loader = importlib.machinery.SourceFileLoader(module_name, str(ROOT / ".ci" / name))
+    spec = importlib.util.spec_from_loader(module_name, loader)
     assert spec
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def builder() -> ModuleType:
+    return program("build-dist")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,18 @@ def test_the_wheel_installs_from_its_file_and_has_types(built: tuple[Path, Path]
     first, second, *_ = str(found.value).splitlines()
     assert first.endswith('Revealed type is "str"'), found.value
     assert 'has type "str", variable has type "int"' in second, found.value
+
+
+def test_make_lower_bounds_installs_each_declared_bound() -> None:
+    """None has an upper bound: no test shows a break."""
+    lines = [*PROJECT["dependencies"], *(line for lines in PROJECT["optional-dependencies"].values() for line in lines)]
+    assert [line for line in lines if "<" in line or "==" in line] == []
+    lowest = program("lower-bounds").lowest()
+    assert {line.replace("==", ">=") for line in lowest} <= set(lines)
+    left_out = {"torch", "accelerate-toolkit"}
+    assert {line.partition("==")[0] for line in lowest} >= {
+        line.partition(">")[0] for line in PROJECT["dependencies"]
+    } - left_out
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
