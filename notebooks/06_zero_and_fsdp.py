@@ -629,7 +629,7 @@ table("Launched with sharding fsdp", ("the script calls", "the audit"), list(hea
 # %%
 def the_habit_costs(ranks):
     needs = {
-        word: tk.forecast(LLAMA_8B, tk.Strategy(sharding=word), f"{ranks}x A100-80GB", BATCH)
+        word: tk.forecast(LLAMA_8B, tk.Strategy(sharding=word), f"{ranks}x A100-80GB", BATCH, advice=False)
         for word in ("fsdp", "ddp")
     }
     rows = [
@@ -676,6 +676,7 @@ def recipe(spec, word, rows, seq_len, offload="none"):
         tk.Strategy(sharding=word, offload=offload, **old),
         HOST,
         tk.TrainConfig(micro_batch=rows, seq_len=seq_len),
+        advice=False,
     )
 
 
@@ -691,7 +692,9 @@ def published_and_forecast(tokens_a_row):
     return table(f"BlenderBot-400M on {PUBLISHED}, source and target of {tokens_a_row} tokens", columns, rows)
 
 
-tk.vary(published_and_forecast, start={"tokens_a_row": 96}, tokens_a_row=[64, 96, 128])
+shown = {tokens: published_and_forecast(tokens) for tokens in (64, 96, 128)}  # each length is another trace
+title = "Published and forecast"
+tk.vary(lambda tokens_a_row: shown[tokens_a_row], start={"tokens_a_row": 96}, tokens_a_row=list(shown), title=title)
 
 # %% [markdown]
 # The recipe's rows have 128 tokens on one side and 64 on the other; the forecast gives both sides the same number, so
@@ -830,7 +833,9 @@ def in_order(card, count):
 
 
 CARDS = ["L4", "A100-40GB", "A100-80GB", "H200-141GB"]
-tk.vary(in_order, card=CARDS, count=[2, 4, 8], start={"card": "A100-40GB", "count": 8})
+ordered = {(card, count): in_order(card, count) for card in CARDS for count in (2, 4, 8)}
+start = {"card": "A100-40GB", "count": 8}
+tk.vary(lambda card, count: ordered[card, count], card=CARDS, count=[2, 4, 8], start=start, title="In order")
 
 # %% [markdown]
 # `tk.plan` tries all of them, with micro-batches and recomputation, and knows the speeds:
