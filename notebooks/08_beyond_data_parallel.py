@@ -732,8 +732,8 @@ routed = tk.launch("toolkit.finetune", strategy, processes=2, **batch, **fields)
 
 # %%
 def load_of_experts(step):
-    layers = enumerate(loads[step])
-    rows = [(n, f"{one['tokens']:,.0f}", f"{one['most']:.2f}", f"{one['idle']:.0%}") for n, one in layers]
+    layers = enumerate(zip(*(loads[step][name] for name in ("tokens", "most", "idle")), strict=True))
+    rows = [(n, f"{tokens:,.0f}", f"{most:.2f}", f"{idle:.0%}") for n, (tokens, most, idle) in layers]
     columns = ("layer", "tokens of an expert", "the fullest, over the mean", "experts without a token")
     return table(f"Step {step} (measured)", columns, rows)
 
@@ -743,9 +743,9 @@ tk.vary(load_of_experts, step=list(loads))
 
 # %% tags=["check"]
 assert divided.agrees
-assert all(one["most"] >= 1 for step in loads.values() for one in step)
-assert len(loads[1]) == 4
-assert loads[1][0]["tokens"] * EXPERTS == 2 * 2 * SEQ_LEN * 4
+assert all(most >= 1 for step in loads.values() for most in step["most"])
+assert all(len(loads[1][name]) == 4 for name in ("tokens", "most", "idle"))
+assert loads[1]["tokens"][0] * EXPERTS == 2 * 2 * SEQ_LEN * 4
 
 # %% [markdown]
 # The rank of the fullest expert takes the longest, and all others wait for it: that is why routers are trained with a
