@@ -25,7 +25,7 @@ CELLS: dict[str, tuple[int, str, str, dict[str, Any], dict[str, str]]] = {
     "lora": (2, "lora", "llama", LORA, {"into": "two", "export": "lora-exported"}),
     "dora, interleaved": (2, "dora", "llama", {"adapter": "dora", **INTERLEAVED}, {}),
     "lora in bf16": (2, "lora in bf16", "llama", LORA | BF16, {}),
-    "zero bubble, tied": (2, "tied", "qwen3", ZERO_BUBBLE, {}),
+    "zero bubble, tied": (2, "tied", "qwen3", ZERO_BUBBLE | PLAIN, {}),
     "looped bfs": (2, "tied", "qwen3", {"pp_schedule": "looped_bfs", **PLAIN}, {}),
     "fsdp, tied": (4, "tied", "qwen3", FSDP | CHUNKED, {"from": "one/step-00000002", "into": "four"}),
     "fsdp, zero bubble": (4, "tied", "qwen3", FSDP | ZERO_BUBBLE | PLAIN, {}),

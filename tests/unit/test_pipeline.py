@@ -74,7 +74,14 @@ def job(
         ({"precision": "fp16"}, ("precision 'fp16'", "loss scale", "bf16")),
         ({"pp_schedule": "ScheduleDualPipeV"}, ("'ScheduleDualPipeV'", "first and the last stage", "zero_bubble")),
         ({"pp_schedule": "zero_bubble", "loss": "chunked"}, ("loss 'chunked'", "--loss whole")),
-        ({"pp_schedule": "zero_bubble", "activation_offload": True}, ("activation_offload", "--no-activation-offload")),
+        (
+            {"pp_schedule": "zero_bubble", "activation_offload": True, "activation_checkpointing": "full"},
+            ("activation_offload", "--no-activation-offload"),
+        ),
+        (
+            {"pp_schedule": "zero_bubble", "activation_checkpointing": "full"},
+            ("a layer for each of its weights", "--activation-checkpointing none"),
+        ),
         ({"cp": 2, "ranks": 4}, ("--cp", "pp 2")),
         ({"compile": True}, ("--compile", "pp 2")),
         ({"ranks": 4}, ("4 ranks", "Choose sharding 'fsdp', or 2 processes")),

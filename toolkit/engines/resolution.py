@@ -34,7 +34,8 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         )
     checkpointing = strategy.activation_checkpointing
     if checkpointing == "auto":
-        checkpointing = "full" if spec is None or spec.checkpointed else "none"
+        able = (spec is None or spec.checkpointed) and strategy.pp_schedule != "zero_bubble"
+        checkpointing = "full" if able else "none"
     fields: dict[str, Any] = {"precision": precision, "attention": attention, "activation_checkpointing": checkpointing}
     fields["loss"] = "whole" if strategy.loss == "auto" else strategy.loss
     if (

@@ -96,6 +96,11 @@ def _refuse_schedule(job: Job) -> None:
                 f"{name} {value!r} has one backward, and pp_schedule 'zero_bubble' has two: of hidden states, then of weights. "
                 f"Choose {other}, or --pp-schedule interleaved."
             )
+    if strategy.pp_schedule == "zero_bubble" and strategy.activation_checkpointing != "none":
+        raise StrategyError(
+            f"activation_checkpointing {strategy.activation_checkpointing!r}: 'zero_bubble' would recompute a layer for "
+            "each of its weights. Choose --activation-checkpointing none, or --pp-schedule interleaved."
+        )
     accumulation, nearest = job.train_config.accumulation, nearest_accumulation(job)
     if nearest != accumulation:
         other = "" if strategy.pp_schedule == "gpipe" else ", or --pp-schedule gpipe, which takes any number"

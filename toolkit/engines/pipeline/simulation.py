@@ -14,7 +14,7 @@ from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec
 from toolkit.engines.pipeline.sharding import sharded
-from toolkit.engines.played import FORWARD, INPUT, WEIGHT, Action, Played, play
+from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
 from toolkit.engines.simulation import Simulation, blas_workspaces
 from toolkit.engines.states import optimizer_bytes, parameters_of
@@ -136,7 +136,9 @@ class SimulatedPipeline(Engine):
         """Play the schedule with the times of each stage's forward and backward, as `played.play`."""
         named: dict[tuple[str, int], float] = {}
         for stage, (forward, backward) in enumerate(times):
-            parts = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+            # The first stage runs its backward whole, in the second part.
+            half = backward / 2 if stage else 0.0
+            parts = {FORWARD: forward, BACKWARD: backward, INPUT: half, WEIGHT: backward - half}
             named |= {(kind, stage): seconds for kind, seconds in parts.items()}
         return play(orders(job), named, send, after)
 
@@ -149,12 +151,18 @@ def hidden_bytes(job: Job) -> int:
     return config.micro_batch * config.seq_len * job.spec.hidden * each
 
 
-def _output_bytes(job: Job, first: int, end: int) -> int:
-    """Return the bytes of the gradients of the outputs of the modules in these layers: torch keeps them from I to W."""
+def _kept_for_weights(job: Job, first: int, end: int) -> int:
+    """Return the bytes of the gradients of the outputs of a stage's modules with weights: torch keeps them between I and W."""
     assert job.spec is not None
-    parts, rows = anatomy_of(job.spec), hidden_bytes(job) // job.spec.hidden
-    named = (parameter for parameter in job.spec.parameters if parameter.name.endswith(".weight"))
-    return rows * sum(each.shape[0] for each in named if first <= min(parts.places(each.name), default=-1) < end)
+    parts, rows, outputs = anatomy_of(job.spec), hidden_bytes(job) // job.spec.hidden, 0
+    for parameter in job.spec.parameters:
+        names = next((group for group in job.spec.tied if parameter.name in group), (parameter.name,))
+        places = {place for name in names for place in parts.places(name)}
+        if parameter.name.endswith(".weight") and any(
+            first <= each < end or each == end == parts.count for each in places
+        ):
+            outputs += parameter.shape[0]
+    return rows * outputs
 
 
 def _gather_shares(inside: Job) -> tuple[float, float]:
@@ -225,7 +233,8 @@ class _Walk:
         self._last, self._keeps = len(job.settings["stages"]) - 1, job.strategy.pp_schedule != "1f1b"
         self._micros = job.train_config.accumulation
         self._halves = {stage: _halves(tuple(step)) for stage, step in steps.items()}
-        self._outputs = {stage: _output_bytes(job, *job.settings["stages"][stage]) for stage in steps}
+        self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in steps if stage}
+        """Of the stages after the first, which runs its backward whole."""
         self._backward_done: set[int] = set()
         # FSDP2 adds gradients up in the dtype in which it reduces them.
         self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
@@ -241,16 +250,15 @@ class _Walk:
             if action.kind == FORWARD:
                 ledger.enter("forward")
                 ledger.walk(*forward)
-            elif (
-                action.kind == INPUT
-            ):  # the second part of a backward frees activations, and takes the outputs' gradients
+            elif action.kind == INPUT:  # the second part of a backward frees activations
                 ledger.enter("backward")
-                ledger.touch("activations", folded[0])
-                ledger.hold("activations", self._outputs[action.stage])
+                if kept := self._for_weights.get(action.stage):
+                    ledger.touch("activations", folded[0])
+                    ledger.hold("activations", kept)
             else:
                 ledger.enter("backward")
                 self._walk_backward(action, backward, folded)
-                ledger.hold("activations", -self._outputs[action.stage] if action.kind == WEIGHT else 0)
+                ledger.hold("activations", -self._for_weights.get(action.stage, 0) if action.kind == WEIGHT else 0)
         ledger.hold("buffers", -self._kept)
 
     def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
