@@ -68,7 +68,7 @@ grid: .venv/.installed
 	$(BIN)/python benchmarks/forecast_accuracy.py --adapters qlora8 --runs 20
 	$(BIN)/python benchmarks/forecast_accuracy.py --runs 300
 	$(BIN)/python benchmarks/meshes.py
-	test -f benchmarks/results/kill_meshes.json || $(BIN)/python benchmarks/kill.py --meshes
+	$(BIN)/python benchmarks/kill.py --meshes
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

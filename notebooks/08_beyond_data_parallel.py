@@ -68,8 +68,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes, format_count, format_step_seconds
+from toolkit.devices.gpu_catalog import CARDS
 from toolkit.engines.resolution import resolve
-from toolkit.forecasting.mesh_picture import mesh_picture
+from toolkit.forecasting.mesh_picture import draw_mesh
 from toolkit.forecasting.stages import actions_of, schedule_picture
 
 transformers.utils.logging.set_verbosity_error()
@@ -102,6 +103,7 @@ def llama(layers, hidden, inner, heads, vocabulary=32_000, kv=8):
 
 LLAMA_8B = llama(32, 4096, 14_336, 32, 128_256)
 BATCH = tk.TrainConfig(micro_batch=1, accumulation=8, seq_len=4096)
+ROWS_A_STEP = 128
 
 
 def machine(ranks, card=CARD):
@@ -114,10 +116,18 @@ def job_of(strategy, ranks, config=BATCH, spec=LLAMA_8B):
     return resolve(strategy, config, spec, ranks, tk.hardware(machine(ranks)).device)
 
 
+SHOWN = ["L40S", "A100-80GB", "H100-80GB"]
+
+
+def within_over_across(name):
+    """How many times as fast a card's link within a node is as its part of the network."""
+    return f"{CARDS[name].peer / CARDS[name].network:.0f}"
+
+
 def mesh_of(job):
     """The picture of a job's mesh."""
     stages = [{"layers": cut} for cut in job.settings.get("stages", ())]
-    return HTML(mesh_picture(job.parallelism, {"stages": stages} if stages else None))
+    return HTML(draw_mesh(job.parallelism, {"stages": stages} if stages else None))
 
 
 # %% [markdown]
@@ -133,6 +143,8 @@ def mesh_of(job):
 
 # %%
 def mesh(stages, slices, copies):
+    if stages == slices == 1:
+        return "Ranks share neither layers nor matrices: each holds the whole model."
     strategy = tk.Strategy(sharding="fsdp" if copies > 1 else "none", pp=stages, tp=slices)
     return mesh_of(job_of(strategy, stages * slices * copies))
 
@@ -190,7 +202,9 @@ lasts = [run.steps()[-1]["loss"] for run in runs.values()]
 assert max(lasts) / min(lasts) - 1 < 1e-4  # the same training
 
 # %% [markdown]
-# The guess: half of the time, and no schedule changes a loss. Below is one step, **forecast over measured**. Yellow
+# The guess: half of the time, and no schedule changes a loss. The formula is of equal stages. These are not: the last
+# one has the head, so ranks wait longer. `interleaved` has fewer layers a stage: it may gain nothing in so small a
+# model. Below is one step, **forecast over measured**. Yellow
 # waits for its first micro-batch, orange between two, grey after its last.
 
 
@@ -243,8 +257,8 @@ for stages, micro in itertools.product((2, 4, 8), (8, 16, 32)):
 
 # %% [markdown]
 # But a step has a fixed number of rows: more micro-batches are smaller ones, and a GPU computes small matrices less
-# well. Which number is best? 64 rows, a model of 1.3B parameters, GPipe, by
-# forecast. Move the tokens of a row:
+# well. Which number is best? A step of 64 rows of a Llama with 24 layers, GPipe, by forecast. Move the tokens of a
+# row:
 
 # %% tags=["helper"]
 LLAMA_1B = llama(24, 2048, 5632, 16, 32_000, 16)
@@ -448,8 +462,8 @@ tk.vary(sent_by_a_layer, ranks=[2, 4, 8, 16], tokens=[1024, 4096, 16_384], start
 #
 # ## Within a node, and across
 #
-# The Llama of 8B on 16 GPUs, two nodes. Up to `--tp 8` all-reduces stay within a node; with 16 they cross. Move the
-# card: A100 have NVLink, L40S have PCIe.
+# The Llama of 8B on 16 GPUs, two nodes, 128 rows a step: fewer copies run more micro-batches. Up to `--tp 8`
+# all-reduces stay within a node; with 16 they cross. Move the card: A100 have NVLink, L40S have PCIe.
 
 
 # %%
@@ -457,13 +471,15 @@ def slices(card):
     rows = []
     for tp in (1, 8, 16):
         strategy = tk.Strategy(sharding="fsdp" if tp < 16 else "none", tp=tp, precision="bf16")
-        need = tk.forecast(LLAMA_8B, strategy, f"2 nodes x 8x {card}", BATCH, ranks=16, advice=False)
+        batch = tk.TrainConfig(micro_batch=1, accumulation=ROWS_A_STEP * tp // 16, seq_len=4096)
+        need = tk.forecast(LLAMA_8B, strategy, f"2 nodes x 8x {card}", batch, ranks=16, advice=False)
         step, speed = format_step_seconds(need.step_seconds), f"{need.tokens_per_second:,.0f}"
         rows.append((tp, 16 // tp, format_bytes(need.communication_bytes), step, speed))
     return table(f"16 {card}, by forecast", ("tp", "dp", "a rank sends", "a step", "tokens/s"), rows)
 
 
-tk.vary(slices, card=["A100-80GB", "H100-80GB", "L40S"], start={"card": "A100-80GB"})
+by_card = {card: slices(card) for card in ("A100-80GB", "H100-80GB", "L40S")}
+tk.vary(lambda card: by_card[card], card=list(by_card), start={"card": "A100-80GB"}, title="Within a node, and across")
 
 # %% [markdown]
 # ## One dimension, two, or three
@@ -692,7 +708,8 @@ for order in ("in order", "zigzag"):
 assert len(set(pairs_of(8, "zigzag"))) == 1
 
 # %% [markdown]
-# A kernel that computes masked pairs too gains nothing from a zigzag. Is a divided sequence the same training? The
+# A kernel that computes masked pairs too gains nothing from a zigzag. `--cp` exchanges heads where it can (Ulysses):
+# each rank then sees whole rows, and work is equal without one. Is a divided sequence the same training? The
 # guard trains a small copy in one process and over ranks:
 
 # %%
@@ -760,9 +777,9 @@ cube_of_eight = tk.guard("embedded", tk.Strategy(sharding="fsdp", pp=2, tp=2), r
 cube_of_eight
 
 # %% [markdown]
-# And what do 32 ranks send in a step? **ZeRO-3** gathers all parameters twice in every micro-batch. **3-D with ZeRO-1**
-# sends hidden states between stages and within layers, and gradients once. A **pipeline with ZeRO-2** would
-# reduce-scatter its gradients after *every* micro-batch: that is why nobody runs it. Move the micro-batches:
+# And what do 32 ranks send for the same rows? **ZeRO-3** gathers all parameters twice in every micro-batch. **3-D with
+# ZeRO-1** sends hidden states between stages and within layers, and gradients once a step. So does a **pipeline with
+# ZeRO-1**; with **ZeRO-2** it would reduce-scatter gradients after *every* micro-batch. Move the rows of a step:
 
 # %% tags=["helper"]
 
@@ -789,35 +806,47 @@ def by_part(label, sent, more=0):
 
 
 # %%
-def sent_by_a_rank(micro_batches):
-    zero3 = transfers(tk.Strategy(sharding="zero3", precision="bf16"), micro_batches)
-    three_d = transfers(tk.Strategy(sharding="fsdp", pp=4, tp=4, precision="bf16"), micro_batches)
-    stages = transfers(tk.Strategy(sharding="fsdp", pp=4, precision="bf16"), micro_batches)
-    again = (micro_batches - 1) * gradients_of(stages)  # the pipeline above reduces them once, as ZeRO-1 does
-    rows = [by_part("ZeRO-3", zero3), by_part("3-D with ZeRO-1", three_d)]
-    rows.append(by_part("pipeline with ZeRO-2", stages, again))
-    return HTML(bars(rows, title="Sent by a rank in a step, 32 ranks, Llama 8B (computed)"))
+def sent_by_a_rank(rows):
+    zero3 = transfers(tk.Strategy(sharding="zero3", precision="bf16"), rows // 32)
+    three_d = transfers(tk.Strategy(sharding="fsdp", pp=4, tp=4, precision="bf16"), rows // 2)
+    stages = transfers(tk.Strategy(sharding="fsdp", pp=4, precision="bf16"), rows // 8)
+    again = (rows // 8 - 1) * gradients_of(stages)
+    drawn = [by_part("ZeRO-3", zero3), by_part("3-D with ZeRO-1", three_d), by_part("pipeline with ZeRO-1", stages)]
+    drawn.append(by_part("pipeline with ZeRO-2", stages, again))
+    return HTML(bars(drawn, title=f"Sent by a rank for {rows} rows, 32 ranks, Llama 8B (computed)"))
 
 
-tk.vary(sent_by_a_rank, micro_batches=[4, 8, 16, 32, 64], start={"micro_batches": 16})
+tk.vary(sent_by_a_rank, rows=[64, 128, 256, 512], start={"rows": 128})
+
+# %% [markdown]
+# What is sent within a layer stays in a node. ZeRO-2 saves a rank the gradients of its stage, and sends them once for
+# each micro-batch: that is why `--pp` refuses it.
 
 # %% tags=["check"]
 assert cube_of_eight.agrees
 assert cube_of_eight.ranks == 8
+pipeline = transfers(tk.Strategy(sharding="fsdp", pp=4, precision="bf16"), 16)
+assert gradients_of(pipeline) < gradients_of(transfers(tk.Strategy(sharding="zero3", precision="bf16"), 4))
 
 # %% [markdown]
 # ## The rule
 #
 # **Where links are fast, take `fsdp` while a step has rows for every rank. Where they are slow, or rows are few: `--tp`
-# within a node, `--pp` across, and copies with the ranks that are left.** Your number: a link within a node is ten
-# times as fast as one across, or more. Let the forecast decide:
+# within a node, `--pp` across, and copies with the ranks that are left.** Your number: how many times as fast a link is
+# within a node as across, by card. Then let the forecast decide:
+
+# %%
+links = [(name, f"{CARDS[name].peer:,}", f"{CARDS[name].network:,}", within_over_across(name)) for name in SHOWN]
+table("GB/s of a GPU, one way", ("card", "within a node", "across", "times as fast"), links)
+
+# %% [markdown]
+# 128 rows a step of 4,096 tokens, on one GPU, one node and four:
 
 # %% tags=["helper"]
 CANDIDATES = {
     "fsdp": {"sharding": "fsdp"}, "zero3": {"sharding": "zero3"}, "tp 8": {"tp": 8}, "pp 4": {"pp": 4},
     "tp 8 × pp 2": {"tp": 8, "pp": 2}, "tp 8 × pp 4": {"tp": 8, "pp": 4},
 }  # fmt: skip
-ROWS_A_STEP = 128
 
 
 def tried(spec, name, fields, card, ranks):
@@ -848,8 +877,10 @@ def what_to_use(card, model):
     return table(f"{model} on {card}", ("where", "the fastest that fits", "tokens/s", "all that fit"), rows)
 
 
-MODELS = {"1B": LLAMA_1B, "8B": LLAMA_8B, "23B": MODEL_45}
-tk.vary(what_to_use, card=["L40S", "A100-80GB", "H100-80GB"], model=list(MODELS), start={"card": CARD, "model": "8B"})
+MODELS = {format_count(spec.elements): spec for spec in (LLAMA_1B, LLAMA_8B, MODEL_45)}
+chosen = {(card, model): what_to_use(card, model) for card in SHOWN for model in MODELS}
+start = {"card": CARD, "model": format_count(LLAMA_8B.elements)}
+tk.vary(lambda card, model: chosen[card, model], card=SHOWN, model=list(MODELS), start=start, title="What to use")
 
 # %% [markdown]
 # ## When it goes wrong

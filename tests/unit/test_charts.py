@@ -24,7 +24,7 @@ from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.phases import PHASES
 from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
 from toolkit.core.units import GiB, MiB
-from toolkit.forecasting.mesh_picture import mesh_picture
+from toolkit.forecasting.mesh_picture import draw_mesh
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = list(COLOURS)
@@ -322,7 +322,7 @@ def test_a_schedule_shows_what_each_rank_does_and_why_it_waits() -> None:
 def test_a_mesh_shows_every_rank_with_its_layers_and_its_slice() -> None:
     """32 ranks as 4 stages x 4 slices x 2 copies: which ranks read the same samples, and where tokens and labels enter."""
     layers = [{"layers": (8 * stage, 8 * stage + 8)} for stage in range(4)]
-    image = mesh_picture(Parallelism(pp=4, dp_replicate=2, tp=4), {"stages": layers})
+    image = draw_mesh(Parallelism(pp=4, dp_replicate=2, tp=4), {"stages": layers})
     shown = texts(image)
     assert sorted(int(text) for text in shown if text.isdigit()) == list(range(32))
     assert [f"layers {8 * stage}–{8 * stage + 7}" in shown for stage in range(4)] == [True] * 4

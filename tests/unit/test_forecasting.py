@@ -300,7 +300,8 @@ def test_devices_without_work_are_named_before_another_training() -> None:
 def test_traced_batches_have_the_columns_of_the_data(packed: bool) -> None:
     """OPT takes a mask and ignores positions: LoRA on it was 7% low. Positions of each row make rotary embeddings of each."""
     masked, bare = (
-        tracing._inputs(dataclasses.replace(FP32, masked=way), 2, 8, packed=packed) for way in (True, False)
+        tracing._inputs(llama3(*LLAMA_8B), dataclasses.replace(FP32, masked=way), 2, 8, packed=packed)
+        for way in (True, False)
     )
     assert set(masked) == set(column_names(packed))
     assert set(masked) - set(bare) == (set() if packed else {"attention_mask"}), "a mask that masks nothing is left out"

@@ -260,12 +260,16 @@ def _list_parts(parts: Mapping[str, float], spell: Callable[[float], str]) -> st
 def _values_near(
     lines: Mapping[str, Sequence[Point]], start: float, end: float, spell: Callable[[str, float, float], str]
 ) -> list[tuple[float, str]]:
-    """Return places of the x axis, from 0 to 1, each with the highest value near it of each line."""
+    """Return places of the x axis, from 0 to 1, each with the point nearest to it of each line."""
     found: dict[int, dict[str, tuple[float, float]]] = {}
+    nearest: dict[tuple[int, str], float] = {}
     for name, points in lines.items():
         for place, value in _finite(points):
-            near = found.setdefault(round(HOVERED * (place - start) / (end - start)), {})
-            near[name] = max(near.get(name, (value, place)), (value, place))
+            exact = HOVERED * (place - start) / (end - start)
+            number, away = round(exact), abs(exact - round(exact))
+            if away < nearest.get((number, name), 1.0):
+                nearest[number, name] = away
+                found.setdefault(number, {})[name] = (value, place)
     return [
         (number / HOVERED, "\n".join(spell(name, *point) for name, point in near.items()))
         for number, near in sorted(found.items())

@@ -16,7 +16,7 @@ STAGE_COLOURS = ("#0369a1", "#6d28d9")
 """Of neighbouring stages, in turn."""
 
 
-def mesh_picture(sizes: Parallelism, pipeline: Mapping[str, Any] | None = None) -> str:
+def draw_mesh(sizes: Parallelism, pipeline: Mapping[str, Any] | None = None) -> str:
     """Draw ranks as cells: a column for each stage, a row for each rank that reads rows of its own or a part of them.
 
     A cell is filled where its rank's slice of each matrix lies. Empty where ranks share neither layers nor matrices.
@@ -58,7 +58,7 @@ def mesh_picture(sizes: Parallelism, pipeline: Mapping[str, Any] | None = None) 
 def mesh_table(sizes: Parallelism, pipeline: Mapping[str, Any] | None = None) -> Table:
     """Return the dimensions of a mesh with more than one rank, under its picture."""
     columns = ("dimension", "ranks", "they divide")
-    return Table(title="Mesh", columns=columns, rows=_dimensions(sizes), picture=mesh_picture(sizes, pipeline))
+    return Table(title="Mesh", columns=columns, rows=_dimensions(sizes), picture=draw_mesh(sizes, pipeline))
 
 
 def _dimensions(sizes: Parallelism) -> list[tuple[str, int, str]]:

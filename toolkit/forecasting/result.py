@@ -21,7 +21,7 @@ from toolkit.engines.ledger import PARTS
 from toolkit.forecasting.expert_placement import Placement, placements_table
 from toolkit.forecasting.finished_run import read_correction
 from toolkit.forecasting.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
-from toolkit.forecasting.mesh_picture import mesh_picture
+from toolkit.forecasting.mesh_picture import draw_mesh
 from toolkit.forecasting.stages import Pipeline, schedule_picture, stages_table
 from toolkit.forecasting.timing import Timing
 
@@ -229,7 +229,7 @@ class Forecast(Result):
         ]
         pictures = [bars([peak], title=title, **limit), bars(phases, title="Highest total of each phase", **limit)]
         pipeline = self.pipeline.to_dict() if self.pipeline else None
-        shared = (mesh_picture(self.job.parallelism, pipeline), schedule_picture(pipeline) if pipeline else "")
+        shared = (draw_mesh(self.job.parallelism, pipeline), schedule_picture(pipeline) if pipeline else "")
         return [*pictures, *filter(None, shared)]
 
     def headline(self) -> str:
