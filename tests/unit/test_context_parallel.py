@@ -76,6 +76,19 @@ def test_a_model_that_it_cannot_split_is_refused_by_the_forecast(config: Any, wo
         forecast(describe(config), Strategy(sharding="fsdp", cp=2), "4x cpu", TrainConfig(seq_len=64))
 
 
+def test_frequencies_that_follow_from_a_ranks_own_positions_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = transformers.LlamaConfig(**SHAPE, vocab_size=256, rope_parameters=rope)
+    with pytest.raises(StrategyError, match=r"rotary frequencies \(rope_type 'dynamic'\)\. Leave out --cp"):
+        job(config)
+
+
+def test_rows_that_would_be_lengthened_beyond_the_positions_are_refused() -> None:
+    config = transformers.LlamaConfig(**SHAPE, vocab_size=256, max_position_embeddings=64)
+    with pytest.raises(StrategyError, match=r"cp 3 lengthens rows to 66 tokens.* 64 positions. Choose --seq-len 63"):
+        job(config, ranks=3, cp=3)
+
+
 def test_a_model_of_another_code_is_refused() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, vocab_size=256, intermediate_size=64))
     with pytest.raises(StrategyError, match=r"cp 2 was requested.*tk\.load\(accelerator\)"):

@@ -125,6 +125,11 @@ def test_a_processor_without_fp16_refuses_the_file_by_name(path: Path) -> None:
             {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e8}},
             "stage3_max_reuse_distance is 100000000.0. Expected 1000000000, as another key has it",
         ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 3e7}},
+            "stage3_max_live_parameters is 30000000.0. Expected 1e+09, or the same value of "
+            "zero_optimization.stage3_max_reuse_distance",
+        ),
         ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1. Expected float above 0"),
     ],
 )

@@ -166,6 +166,12 @@ def test_split_tokens_are_gathered_and_scattered(spec: ModelSpec) -> None:
         job_of(odd, tp_sequence=True)
 
 
+def test_dropout_would_repeat_itself_in_split_tokens(spec: ModelSpec) -> None:
+    drops = dataclasses.replace(spec, config={**spec.config, "residual_dropout": 0.1, "classifier_dropout": 0.1})
+    with pytest.raises(StrategyError, match=r"residual_dropout 0\.1.*Set residual_dropout to 0"):
+        job_of(drops, tp_sequence=True)
+
+
 def test_split_tokens_keep_less_for_the_backward() -> None:
     """By the trace: of twelve layers' inputs each rank keeps a half."""
     deep = describe(LlamaConfig(vocab_size=256, intermediate_size=96, **{**SHAPE, "num_hidden_layers": 12}))

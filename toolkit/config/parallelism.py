@@ -130,7 +130,12 @@ def _check_data_parallel(strategy: Strategy, kind: str, data: int, product: int)
         "none": (data == 1, one, product, "ddp" if alone else "fsdp"),
         "replicate": (data > 1 or not alone, "needs at least 2 ranks", 2, "none"),  # with tp its engine refuses
         # FSDP shards over the ranks of a sequence, too.
-        "hybrid": (data * strategy.cp >= 2 * groups and data % groups == 0, many, 2 * groups * product, "fsdp"),
+        "hybrid": (
+            data * strategy.cp >= 2 * groups and data % groups == 0,
+            many,
+            ceil_div(2, strategy.cp) * groups * product,
+            "fsdp",
+        ),
         "shard": (True, "", 0, ""),
     }
     divides, rule, processes, other = rules[kind]

@@ -47,10 +47,11 @@ def measured(ranks: Sequence[Sequence[Sequence[tuple[Action, float, float]]]]) -
     """Return a step as the ranks of a pipeline have run it: of those that they kept, the one of median length.
 
     Args:
-        ranks: for each rank its steps, as many as the others': actions with their begin and end, by one clock.
+        ranks: for each rank its last steps: actions with their begin and end, by one clock.
     """
     steps = []
-    for own in zip(*ranks, strict=True):
+    count = min(map(len, ranks))
+    for own in zip(*(kept[len(kept) - count :] for kept in ranks), strict=True):
         start = min(begin for step in own for _, begin, _ in step)
         length = max(end for step in own for _, _, end in step) - start
         actions = tuple(

@@ -204,7 +204,9 @@ def verify(
             "the model was not read by `toolkit.load`, so its export cannot be compared. "
             "Make the Accelerator with a spec: `toolkit.accelerator(strategy, train_config, toolkit.describe(model))`."
         )
-    probe: dict[str, Any] = {name: tensor[:1, :PROBE_TOKENS] for name, tensor in batch.items() if name not in BOUNDS}
+    tokens = min(PROBE_TOKENS, batch["input_ids"].shape[1])
+    tokens -= tokens % prepared.job.parallelism.tp  # `--tp-sequence` divides them
+    probe: dict[str, Any] = {name: tensor[:1, :tokens] for name, tensor in batch.items() if name not in BOUNDS}
     if BOUNDS[0] in batch:
         probe |= document_bounds(probe["position_ids"])
     prepared.model.eval()

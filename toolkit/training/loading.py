@@ -225,11 +225,11 @@ class Reader:
         adapter = self.job.strategy.adapter != "none"
         dtype = _dtype(self.job.compute_dtype)
         in_fp32, always = kept_in_fp32(model, dtype), kept_in_fp32(model, _dtype("bfloat16"))
-        for name, parameter in model.named_parameters():
+        for name, parameter in list(model.named_parameters()):
             if not adapter and self.spec.trains(name):
-                parameter.data = parameter.data.to(self._options["dtype"])
+                _cast(model, name, parameter, self._options["dtype"])
             elif not always(name) and (in_fp32(name) or not adapter):
-                parameter.data = parameter.data.to(dtype)
+                _cast(model, name, parameter, dtype)
 
     def _build_empty(self) -> Any:
         """Build the model without its weights; each parameter has its shape and one element of memory.
@@ -279,6 +279,16 @@ def _dtype(name: str) -> torch.dtype:
     import torch
 
     return cast("torch.dtype", getattr(torch, name))
+
+
+def _cast(model: Any, name: str, parameter: Any, dtype: Any) -> None:
+    """Cast a parameter. A DTensor's local tensor does not follow its `data`, so it is replaced."""
+    import torch
+
+    if hasattr(parameter, "_local_tensor") and parameter.dtype != dtype:
+        set_tensor(model, name, torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+    else:
+        parameter.data = parameter.data.to(dtype)
 
 
 def _widen(model: Any) -> None:

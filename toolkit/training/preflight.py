@@ -129,10 +129,14 @@ def run_preflight(
         set_deepspeed_cpu()
     if prepared is None:
         _refuse_without_effect(strategy)
-    if strategy.pp > 1 and run_config.sample:
-        raise StrategyError(
-            f"sample: no rank of pp {strategy.pp} holds the whole model, which answers. Leave --sample out."
+    if run_config.sample and (strategy.pp > 1 or strategy.tp_sequence):
+        why = f"no rank of pp {strategy.pp} holds the whole model, which answers"
+        why = (
+            why
+            if strategy.pp > 1
+            else f"tp_sequence divides tokens over tp {strategy.tp}, and an answer has one at a time"
         )
+        raise StrategyError(f"sample: {why}. Leave --sample out.")
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes, certificate = json.loads(prepared) if prepared else ({}, [], None)

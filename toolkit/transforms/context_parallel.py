@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,9 @@ ROWS = "cp_rows"
 
 FILLERS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 """What lengthens a row [b, s] to a multiple of cp; these are not trained."""
+
+BY_LENGTH = {"longrope", "dynamic"}
+"""Kinds of rotary frequencies that follow from the highest position of a call: ranks would choose different ones."""
 
 KERNELS = ("sdpa", "eager", "varlen")
 """Kernels that run inside. Others read rows in ways of their own."""
@@ -68,6 +71,19 @@ class ContextParallel(Transform):
             _refuse(f"splits the rows over which {spec.architecture} balances its experts", fix, cp)
         if attention_kind(job) == "gather" and ATTENTIONS[strategy.attention].joins_rows:
             _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.", cp)
+        kinds = {str(rope.get("rope_type")) for rope in _ropes(spec.config.get("rope_parameters"))} & BY_LENGTH
+        if kinds:
+            _refuse(
+                f"splits the rows by the length of which {spec.architecture} chooses its rotary frequencies (rope_type "
+                f"{min(kinds)!r})",
+                "Leave out --cp.",
+                cp,
+            )
+        longer = _whole_length(job, job.train_config.seq_len)
+        if spec.max_positions is not None and longer > spec.max_positions >= job.train_config.seq_len:
+            fits = spec.max_positions // _parts(job) * _parts(job)
+            what = f"lengthens rows to {longer} tokens, and {spec.name} has {spec.max_positions} positions"
+            _refuse(what, f"Choose --seq-len {fits}.", cp)
         layers = sorted(set(spec.config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
         if layers or not spec.heads:
             _refuse(
@@ -105,8 +121,7 @@ class ContextParallel(Transform):
         if masked is None:
             joined = bool((positions.diff(dim=-1) != 1).any())
             masked = joined or (padding is not None and not bool(padding.all()))
-        parts = job.strategy.tp if job.strategy.tp_sequence else 1  # of a rank's tokens
-        size, place = ceil_div(tokens.shape[1], job.strategy.cp * parts) * parts, job.coordinates(rank).cp
+        size, place = _whole_length(job, tokens.shape[1]) // job.strategy.cp, job.coordinates(rank).cp
         if more := size * job.strategy.cp - tokens.shape[1]:
             if BOUNDS[0] in batch:
                 _refuse(f"does not divide a joined row of {tokens.shape[1]} tokens", "Choose --attention sdpa.")
@@ -148,6 +163,23 @@ def attention_kind(job: Job) -> str:
     if strategy.cp_attention != "auto":
         return strategy.cp_attention
     return "ulysses" if spec is not None and spec.heads % (strategy.cp * strategy.tp) == 0 else "gather"
+
+
+def _ropes(parameters: Any) -> list[dict[str, Any]]:
+    """Return the rotary parameters of a config: one set, or one for each kind of layers."""
+    if not isinstance(parameters, dict):
+        return []
+    return [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+
+
+def _parts(job: Job) -> int:
+    """Return the number that has to divide the tokens of a row."""
+    return job.strategy.cp * (job.strategy.tp if job.strategy.tp_sequence else 1)
+
+
+def _whole_length(job: Job, tokens: int) -> int:
+    """Return the tokens of a lengthened row."""
+    return ceil_div(tokens, _parts(job)) * _parts(job)
 
 
 def _lengthen(batch: Any, more: int) -> dict[str, Any]:
@@ -243,7 +275,7 @@ def _group(job: Job) -> Any:
     return _mesh_group(dist.group.WORLD, job.device.kind, job.strategy.cp, job.strategy.tp)
 
 
-@cache
+@lru_cache(maxsize=1)  # traces make a world each
 def _mesh_group(world: Any, device: str, cp: int, tp: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -50,6 +50,11 @@ class SequenceParallel(Transform):
                 _refuse(f"does not run with {what} yet", "Leave out one of the two.")
         if job.spec is None:
             return
+        for name, value in job.spec.config.items():
+            unused = name.startswith(("classifier", "summary"))  # of other tasks
+            if "drop" in name and not unused and isinstance(value, int | float) and value > 0:
+                what = f"would drop the same places of each rank's own tokens ({name} {value})"
+                _refuse(what, f"Set {name} to 0 in config.json, or leave it out.")
         inside = {name: style for name, style in plan_of(job.spec, job.parallelism).items() if ".*." in name}
         odd = sorted(set(inside.values()) - set(KNOWN))
         if odd:
@@ -135,14 +140,17 @@ def _entry(layer_class: type[Any], mesh: Any) -> type[Any]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     class Entry(layer_class):  # type: ignore[misc]
-        def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not args:
+                _refuse(f"needs a {layer_class.__name__} that takes the hidden states first", "Leave it out.")
+            hidden, *rest = args
             if hidden.shape[1] % mesh.size():
                 _refuse(
                     f"splits rows over tp {mesh.size()}, which does not divide {hidden.shape[1]} tokens",
                     "Pad the rows.",
                 )
             whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-            return super().__call__(whole.redistribute(placements=[Shard(1)]).to_local(), *args, **kwargs)
+            return super().__call__(whole.redistribute(placements=[Shard(1)]).to_local(), *rest, **kwargs)
 
     Entry.__name__, Entry.__qualname__ = layer_class.__name__, layer_class.__qualname__
     return Entry

@@ -86,6 +86,10 @@ NUMBER_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 """The field of each numeric key."""
 
+LIVE_KEYS = tuple(key for key, (name, _) in NUMBER_KEYS.items() if name == "live_elements")
+DEFAULT_LIVE = 10**9
+"""DeepSpeed's value of both."""
+
 CHOICES: Mapping[str, Mapping[Any, dict[str, Any]]] = {
     "fp16.enabled": {True: {"precision": "fp16"}, False: {}},
     "bf16.enabled": {True: {"precision": "bf16"}, False: {}},
@@ -160,6 +164,11 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
         unused = name in BUCKETS[1:] and ("stage3" in key) != (fields["sharding"] == "zero3")
         if keys.get(key) not in OPEN and not unused:
             set_fields(key, {name: number(key, keys[key], name, kind)})
+    given = [key for key in LIVE_KEYS if keys.get(key) not in OPEN]
+    if len(given) == 1 and fields["live_elements"] != DEFAULT_LIVE:
+        raise refuse(
+            given[0], f"{DEFAULT_LIVE:.0e}, or the same value of {next(key for key in LIVE_KEYS if key not in given)}"
+        )
     for key, only in FIXED.items():
         if not any(_same(keys.get(key), word) for word in (*OPEN, only)):
             raise refuse(key, json.dumps(only))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
-from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec
+from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec, places_of
 from toolkit.engines.pipeline.sharding import sharded
 from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
@@ -98,7 +98,7 @@ class SimulatedPipeline(Engine):
             gathered = whole * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
             gathered += simulation.state.frozen * job.parallelism.shard_size
             ledger.hold("parameters", gathered)
-            highest, last_one = _gather_shares(inside)
+            highest, last_one = _gather_shares(inside, places_of(job, rank))
             ledger.touch("buffers", int(max(highest * gathered, last_one * gathered + walk.forward_rise)))
             walk.run(orders(job)[_place(job, rank)])
             segments = (segment for stage in stages for segment in simulation.steps[stage])
@@ -165,7 +165,7 @@ def _kept_for_weights(job: Job, first: int, end: int) -> int:
     return rows * outputs
 
 
-def _gather_shares(inside: Job) -> tuple[float, float]:
+def _gather_shares(inside: Job, mine: Collection[int]) -> tuple[float, float]:
     """Return what gathering a stage's modules in turn holds in addition to the whole stage, as shares of it.
 
     The first is the most, the second what is left until the stage's forward ends: the output of an all-gather is kept until the
@@ -174,7 +174,8 @@ def _gather_shares(inside: Job) -> tuple[float, float]:
     assert inside.spec is not None
     parts, sizes = anatomy_of(inside.spec), dict[tuple[int, str], int]()
     for state in parameters_of(inside):
-        place = parts.places(state.name)[0]
+        names = next((group for group in inside.spec.tied if state.name in group), (state.name,))
+        place = next(place for name in names for place in parts.places(name) if place in mine)
         outside = not 0 <= place < parts.count
         key = place, name_in_spec(state.name).rpartition(".")[0] if outside else ""
         sizes[key] = sizes.get(key, 0) + state.elements

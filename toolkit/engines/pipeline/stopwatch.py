@@ -67,4 +67,5 @@ class Stopwatch:
         def seconds(instant: Any) -> float:
             return now - float(instant.elapsed_time(last) / 1000 if cuda else last - instant)
 
-        return [[(action, seconds(begin), seconds(end)) for action, begin, end in step] for step in self._steps]
+        steps = [[(action, seconds(begin), seconds(end)) for action, begin, end in step] for step in self._steps]
+        return [step for step in steps if len(step) == max(map(len, steps))]  # one that failed has fewer
