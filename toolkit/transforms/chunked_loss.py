@@ -11,6 +11,7 @@ from functools import cache, partial, update_wrapper
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.core.errors import StrategyError
+from toolkit.core.units import ceil_div
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.losses import CHUNK, HEAD_CALL, HeadCall
 from toolkit.engines.registry import register_transform
@@ -18,8 +19,8 @@ from toolkit.engines.registry import register_transform
 if TYPE_CHECKING:
     import torch
 
-ROWS = 256
-"""Tokens of a chunk on a CPU. With 512 head and loss are a fifth faster, but small batches take more memory than whole logits."""
+ROWS, FEW = 256, 1024
+"""Tokens of a chunk on a CPU; half as many for micro-batches of less than `FEW`, in which a chunk would outweigh whole logits."""
 
 ADDED = 256
 """Rows of a weight's gradient in bf16 that are added at once on a CPU."""
@@ -39,8 +40,8 @@ class ChunkedLoss(Transform):
 
     name = "loss"
 
-    def settings(self, job: Job) -> str | None:
-        return None if job.strategy.loss == "whole" else job.strategy.loss
+    def settings(self, job: Job) -> tuple[str, int] | None:
+        return None if job.strategy.loss == "whole" else (job.strategy.loss, _rows(job))
 
     def refuse(self, job: Job) -> None:
         if job.spec is not None and job.spec.config.get("model_type") in WHOLE_ONLY:
@@ -59,7 +60,7 @@ class ChunkedLoss(Transform):
         cap = next(filter(None, (getattr(config, name, None) for name in CAPS)), None)
         scale = next(filter(None, (getattr(config, name, None) for name in SCALES)), 1.0)
         scale = 1 / scale if "granite" in config.model_type else scale
-        chunked = ChunkedHead(head, base, scale, cap, ROWS if job.device.kind == "cpu" else CHUNK)
+        chunked = ChunkedHead(head, base, scale, cap, _rows(job))
         head.forward = update_wrapper(partial(chunked.forward, head.forward), head.forward)
         if base.config.is_encoder_decoder:
             base.register_forward_pre_hook(_replace_labels, with_kwargs=True)
@@ -67,6 +68,14 @@ class ChunkedLoss(Transform):
 
 
 register_transform(ChunkedLoss())
+
+
+def _rows(job: Job) -> int:
+    """Return the tokens of a chunk: one number for a job, so that its memory is linear in the tokens."""
+    tokens = job.train_config.micro_batch * ceil_div(job.train_config.seq_len, job.strategy.cp)
+    if job.device.kind != "cpu":
+        return CHUNK
+    return ROWS if tokens >= FEW else ROWS // 2
 
 
 def _refuse(what: str) -> NoReturn:
@@ -177,7 +186,7 @@ class ChunkedHead:
             if product is not None and dw is not None:
                 torch.mm(slope.t(), given, out=product)
                 # A CPU adds another dtype by way of an fp32 copy, so a few rows at a time.
-                step = ADDED if rows == ROWS else part
+                step = ADDED if rows < CHUNK else part
                 for start_row in range(0, part, step):
                     dw[start_row : start_row + step].add_(product[start_row : start_row + step])
             elif dw is not None:
