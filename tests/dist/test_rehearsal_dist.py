@@ -94,6 +94,6 @@ def test_a_mixture_has_no_rehearsal(tmp_path: Path) -> None:
 
 def test_more_ranks_than_rows_under_tp_are_refused(spec: ModelSpec) -> None:
     with pytest.raises(
-        StrategyError, match=r"k_proj\.weight has 64 rows on a tp rank, fewer than its 128 data-parallel ranks"
+        StrategyError, match=r"k_proj\.weight has 64 rows on a tp rank, fewer than its 128 ranks of FSDP"
     ):
         rehearse(spec, Strategy(sharding="fsdp", tp=2), BATCH, ranks=256)

@@ -74,7 +74,8 @@ def test_a_plain_script_on_cpu_ranks_needs_accelerates_variable(
     apart = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     joined = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
-    assert (apart.count("prepared LlamaForCausalLM"), len(losses(apart))) == (2, 8)
+    # Two processes print into one pipe: their lines may join.
+    assert (apart.count("prepared LlamaForCausalLM"), apart.count("loss ")) == (2, 8)
     assert (joined.count("prepared DistributedDataParallel"), len(losses(joined))) == (1, 2)
 
 

@@ -236,6 +236,9 @@ def _answer(child: subprocess.Popen[bytes] | None, request: Any) -> bytes:
             line = child.stdout.readline()
     if child is not None and line:
         _idle.append(child)
+    elif child is not None:
+        with contextlib.suppress(BrokenPipeError), child:  # closes its pipes
+            pass
     return line
 
 
