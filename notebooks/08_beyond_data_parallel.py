@@ -191,7 +191,6 @@ columns = ("schedule", "a step, measured", "idle, measured", "forecast", "comput
 table(f"Two ranks, {MICRO_BATCHES} rows a step", columns, rows)
 
 # %% tags=["check"]
-assert forecasts["naive"]["idle_share"] > 0.49  # one of two computes at a time
 assert forecasts["1f1b"]["idle_share"] < forecasts["naive"]["idle_share"]
 assert all(0 < share < 1 for share in idle.values())
 for name, need in forecasts.items():
