@@ -331,6 +331,11 @@ class Strategy(Result):
         return copy * (self.dp_replicate if kind == "hybrid" else 1) * self.pp
 
     @property
+    def token_parts(self) -> int:
+        """Ranks over which a row's tokens are divided between the products of a layer."""
+        return self.cp * (self.tp if self.tp_sequence else 1)
+
+    @property
     def recomputed_share(self) -> float:
         """The share of the layers that the backward computes again, in whole or in part."""
         word, _, every = self.activation_checkpointing.partition(":")

@@ -111,6 +111,10 @@ class ModelSpec(Result):
     trusted: str | None = None
     """The trusted revision of the model's own code: a commit on the Hub, or a folder's sha256. None without own code."""
 
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all names of a parameter, its own first: tied weights have several."""
+        return next((group for group in self.tied if name in group), (name,))
+
     @property
     def runs_code(self) -> bool:
         """The value of transformers' `trust_remote_code`."""

@@ -79,8 +79,7 @@ def _input_bytes(job: Job) -> int:
     """Return the bytes of a layer's input, of one micro-batch. Under autocast it is in the weights' dtype."""
     spec, config = cast("ModelSpec", job.spec), job.train_config
     dtype = job.weight_dtype if job.engine.autocast_dtype(job) else job.compute_dtype
-    parts = job.strategy.cp * (job.strategy.tp if job.strategy.tp_sequence else 1)
-    return config.micro_batch * ceil_div(config.seq_len, parts) * spec.hidden * BYTES_OF[dtype]
+    return config.micro_batch * ceil_div(config.seq_len, job.strategy.token_parts) * spec.hidden * BYTES_OF[dtype]
 
 
 class Slot:

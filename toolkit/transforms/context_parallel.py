@@ -81,7 +81,7 @@ class ContextParallel(Transform):
             )
         longer = _whole_length(job, job.train_config.seq_len)
         if spec.max_positions is not None and longer > spec.max_positions >= job.train_config.seq_len:
-            fits = spec.max_positions // _parts(job) * _parts(job)
+            fits = spec.max_positions // job.strategy.token_parts * job.strategy.token_parts
             what = f"lengthens rows to {longer} tokens, and {spec.name} has {spec.max_positions} positions"
             _refuse(what, f"Choose --seq-len {fits}.", cp)
         layers = sorted(set(spec.config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
@@ -172,14 +172,9 @@ def _ropes(parameters: Any) -> list[dict[str, Any]]:
     return [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
 
 
-def _parts(job: Job) -> int:
-    """Return the number that has to divide the tokens of a row."""
-    return job.strategy.cp * (job.strategy.tp if job.strategy.tp_sequence else 1)
-
-
 def _whole_length(job: Job, tokens: int) -> int:
     """Return the tokens of a lengthened row."""
-    return ceil_div(tokens, _parts(job)) * _parts(job)
+    return ceil_div(tokens, job.strategy.token_parts) * job.strategy.token_parts
 
 
 def _lengthen(batch: Any, more: int) -> dict[str, Any]:

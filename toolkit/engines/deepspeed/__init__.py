@@ -18,7 +18,7 @@ from toolkit.devices.machine import Device
 from toolkit.engines.base import read_precision
 from toolkit.engines.deepspeed.simulation import ZeroForecast
 from toolkit.engines.deepspeed.state import ZeroState, announce_build, free_builds
-from toolkit.engines.deepspeed.user_config import read_environment
+from toolkit.engines.deepspeed.user_config import DEFAULT_LIVE, read_environment
 from toolkit.engines.deepspeed.zero3 import accumulation_dtype, stage_of
 from toolkit.engines.job import Job
 from toolkit.engines.timeouts import handlers
@@ -226,7 +226,7 @@ def _zero(strategy: Strategy, spec: ModelSpec | None, device: Device) -> dict[st
     if stage < 3:
         zero["allgather_bucket_size"] = gathered or round_up(square, 2) or int(5e8)
     else:
-        kept = strategy.live_elements or 10**9
+        kept = strategy.live_elements or DEFAULT_LIVE
         zero |= {
             "stage3_max_live_parameters": kept,
             "stage3_max_reuse_distance": kept,

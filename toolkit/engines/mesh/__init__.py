@@ -251,8 +251,9 @@ class Mesh(Engine):
         modules = dict(model.named_modules())
 
         def is_held(name: str) -> bool:
-            own = modules[name].named_parameters(recurse=False) if name in modules else ()
-            return all(f"{name}.{leaf}" in names for leaf, _ in own) if name in modules else name in names
+            if name not in modules:
+                return name in names
+            return all(f"{name}.{leaf}" in names for leaf, _ in modules[name].named_parameters(recurse=False))
 
         apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if is_held(name)})
         if shared:

@@ -175,9 +175,8 @@ class Pipeline(SimulatedPipeline):
 
         assert job.spec is not None
         rank, mesh, own = reader.accelerator.process_index, make_mesh(job), held(job, reader.accelerator.process_index)
-        first = {name: group[0] for group in job.spec.tied for name in group}
-        names = (*first, *(parameter.name for parameter in job.spec.parameters))
-        mine = {name for name in names if first.get(name, name) in own}
+        names = {name: each.name for each in job.spec.parameters for name in job.spec.names_of(each.name)}
+        mine = {name for name, first in names.items() if first in own}
 
         def cut(model: Any, device_map: Any, *args: Any) -> Any:
             vars(model)[MESH] = mesh
@@ -193,7 +192,7 @@ class Pipeline(SimulatedPipeline):
 
         # It would put hooks around a model with two devices.
         with patched(modeling_utils, _get_device_map=cut, accelerate_dispatch=lambda *args: None):
-            model = reader.read(keep=keep, device_map={"": "cpu", **dict.fromkeys({*names} - mine, "meta")})
+            model = reader.read(keep=keep, device_map={"": "cpu", **dict.fromkeys(names.keys() - mine, "meta")})
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta and tensor.device.type != reader.accelerator.device.type:
                 tensor.data = tensor.data.to(reader.accelerator.device)

@@ -166,11 +166,10 @@ def held(job: Job, rank: int) -> frozenset[str]:
     """Return the canonical names of the parameters that a rank holds; a tied one may be on two ranks."""
     assert job.spec is not None
     parts, mine = anatomy_of(job.spec), places_of(job, rank)
-    groups = {name: group for group in job.spec.tied for name in group}
     return frozenset(
         parameter.name
         for parameter in job.spec.parameters
-        if any(mine.intersection(parts.places(name)) for name in groups.get(parameter.name, (parameter.name,)))
+        if any(mine.intersection(parts.places(name)) for name in job.spec.names_of(parameter.name))
     )
 
 

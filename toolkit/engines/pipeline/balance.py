@@ -124,10 +124,9 @@ def times(job: Job) -> tuple[list[float], float]:
 
 def _head_elements(spec: ModelSpec, parts: Anatomy) -> int:
     """Return the elements of the matrices that are used after the layers, tied ones too."""
-    first = {name: group[0] for group in spec.tied for name in group}
     shapes = {parameter.name: parameter for parameter in spec.parameters}
     names = (f"{module}.weight" for module in parts.after)
-    matrices = (shapes.get(first.get(name, name)) for name in names)
+    matrices = (shapes.get(spec.names_of(name)[0]) for name in names)
     return sum(each.elements for each in matrices if each is not None and len(each.shape) > 1)
 
 
@@ -135,10 +134,8 @@ def slots(spec: ModelSpec) -> tuple[list[int], int, int]:
     """Return the bytes, in half precision, of each block, of what comes before them, and of what comes after."""
     parts = anatomy_of(spec)
     sizes = [0] * (parts.count + 2)
-    groups = {name: group for group in spec.tied for name in group}
     for parameter in spec.parameters:
-        names = groups.get(parameter.name, (parameter.name,))
-        for place in {place for name in names for place in parts.places(name)}:
+        for place in {place for name in spec.names_of(parameter.name) for place in parts.places(name)}:
             sizes[place + 1] += 2 * parameter.elements
     return sizes[1:-1], sizes[0], sizes[-1]
 

@@ -156,8 +156,7 @@ def _kept_for_weights(job: Job, first: int, end: int) -> int:
     assert job.spec is not None
     parts, rows, outputs = anatomy_of(job.spec), hidden_bytes(job) // job.spec.hidden, 0
     for parameter in job.spec.parameters:
-        names = next((group for group in job.spec.tied if parameter.name in group), (parameter.name,))
-        places = {place for name in names for place in parts.places(name)}
+        places = {place for name in job.spec.names_of(parameter.name) for place in parts.places(name)}
         if parameter.name.endswith(".weight") and any(
             first <= each < end or each == end == parts.count for each in places
         ):
@@ -174,8 +173,9 @@ def _gather_shares(inside: Job, mine: Collection[int]) -> tuple[float, float]:
     assert inside.spec is not None
     parts, sizes = anatomy_of(inside.spec), dict[tuple[int, str], int]()
     for state in parameters_of(inside):
-        names = next((group for group in inside.spec.tied if state.name in group), (state.name,))
-        place = next(place for name in names for place in parts.places(name) if place in mine)
+        place = next(
+            place for name in inside.spec.names_of(state.name) for place in parts.places(name) if place in mine
+        )
         outside = not 0 <= place < parts.count
         key = place, name_in_spec(state.name).rpartition(".")[0] if outside else ""
         sizes[key] = sizes.get(key, 0) + state.elements
