@@ -35,7 +35,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "07_lora_and_qlora": {
         "WIDTH": 192, "BASE_STEPS": 4, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2, "SHARDED": "zero3",
     },
-    "08_beyond_data_parallel": {"STEPS": 6},
+    "08_beyond_data_parallel": {
+        "STEPS": 4, "MICRO_BATCHES": 4, "SEQ_LEN": 64, "EXPERTS": 4, "EXPERT_STEPS": 2, "CARD": "H100-80GB",
+        "VOCABULARY": 200_000,
+    },
     "04_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
     "01_first_run": {"STEPS": 60, "SEQ_LEN": 64, "CARD": "L4"},
 }  # fmt: skip
@@ -49,7 +52,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "05_precision": {"STEPS": 3, "SCALE": 2.0**22},
     "06_zero_and_fsdp": {"ACCUMULATION": 2, "PUBLISHED": "2x TITAN-RTX"},
     "07_lora_and_qlora": {"STEPS": 3, "RANK": 2, "SHARDED": "fsdp"},
-    "08_beyond_data_parallel": {"STEPS": 5},
+    "08_beyond_data_parallel": {"STEPS": 5, "EXPERTS": 6},
 }
 """What replaces them when all cells run a second time, in the folder of the first."""
 

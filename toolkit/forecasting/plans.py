@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.fields import differing
-from toolkit.config.flags import spell
+from toolkit.config.flags import spell, spoken
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -211,9 +210,13 @@ class Plan(Result):
         return f"{reason} {why}".strip()
 
     def _flags(self, model: str, excluded: Collection[str] = ()) -> str:
-        strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in excluded}
+        fields = {
+            name: value
+            for name, value in spoken(self.best.strategy, self.best.train_config).items()
+            if name not in excluded
+        }
         model_field = {} if model == EMBEDDED else {"model": model, "data": "YOUR_DATA"}
-        return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
+        return shlex.join(spell({**model_field, **fields}))
 
 
 PLAN_COLUMNS = ("sharding", "offload", "recompute", "batch")

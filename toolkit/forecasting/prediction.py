@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.train_config import TrainConfig, pipeline_rows
 from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import MiB, ceil_div, format_bytes
@@ -123,7 +124,8 @@ def resolve_request(
         raise StrategyError(
             f"ranks {count}: expected at most {machine.ranks}, one a GPU of {machine.label}. Choose fewer, or a larger machine."
         )
-    return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
+    train_config = train_config or from_dict(TrainConfig, pipeline_rows(strategy.pp))
+    return resolve(strategy, train_config, spec, count, machine.device), machine
 
 
 def check_type(name: str, value: Any, kind: type[Any]) -> None:
