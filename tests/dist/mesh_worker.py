@@ -100,6 +100,8 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
+    from accelerate.utils import gather_object
+
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
@@ -142,7 +144,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if saver:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
-    measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads}
+    counted = gather_object([ours.job.engine.counters(ours).steps])
+    measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads, "counted": counted}
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)
     measured["recomputed"] = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
     if "spoil" in cell:  # as a gradient would that one rank reduces otherwise

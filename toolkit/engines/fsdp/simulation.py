@@ -187,8 +187,10 @@ class _Group:
     """Elements in another dtype than the compute dtype."""
     names: list[str] = field(default_factory=list)
     """The parameters, in the order in which FSDP2 reduces them."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """Elements of each parameter, of which tensor parallelism leaves this rank a part."""
     gradients: dict[str, int] = field(default_factory=dict)
-    """Bytes of whole gradients that wait to be reduced."""
+    """Bytes of unsharded gradients that wait to be reduced."""
     whole: bool = False
     """Whether its parameters are gathered."""
     reduced: bool = False
@@ -315,6 +317,7 @@ class _Groups:
 
     def _reduce_scatter(self, group: _Group) -> None:
         """Free the parameters. Copy the gradients into one buffer, which lives until the next group's; reduce and scatter it."""
+        self._cut_gradients(group)
         self._free_whole(group)
         if not group.gradients:
             return
@@ -343,6 +346,14 @@ class _Groups:
             if self._replicas and not self._offload:
                 self._wait(shard)
         group.reduced = True
+
+    def _cut_gradients(self, group: _Group) -> None:
+        """Copy this rank's part out of a gradient that DTensor left whole, such as an embedding's (`_get_grad_inner_tensor`)."""
+        for name, size in group.gradients.items():
+            if size > (part := group.parts[name] * self._compute):
+                self._ledger.touch("gradients", part)
+                self._ledger.hold("gradients", part - size)
+                group.gradients[name] = part
 
     def _wait(self, shard: int) -> None:
         """Keep what was reduced between groups on the device until the backward has ended (`_all_reduce_state`)."""
@@ -378,6 +389,7 @@ def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
         elements = shard_elements(parameter, group.ranks) * group.ranks
         # accelerate wraps the last norm before tied weights.
         group.names.insert(0 if module == norm else len(group.names), parameter.name)
+        group.parts[parameter.name] = parameter.elements
         group.elements += elements
         group.trained += elements if parameter.trainable else 0
         group.cast += elements if parameter.dtype != job.compute_dtype else 0
