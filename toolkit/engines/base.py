@@ -224,10 +224,9 @@ class Engine(OptimizerStep):
         return job.strategy.quantized and can_stream(job)
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
-        """Return a note about the rank that reads the weights; `streamed`: one at a time."""
-        if streamed:
-            return "rank 0 reads each weight, and every rank keeps it"
-        return "every rank reads the whole model, which it keeps"
+        """Return a note about the ranks that read the weights; `streamed`: one at a time."""
+        what = "and packs one weight after the other" if streamed else "the whole model"
+        return f"every rank reads {what}, which it keeps"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 

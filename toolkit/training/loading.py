@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolkit.config.tables import ATTENTIONS
 from toolkit.core.errors import ModelError, StrategyError, StrategyMismatch
 from toolkit.core.process_lifecycle import freed_at_once
-from toolkit.core.units import ceil_div, dtype_name, format_count
+from toolkit.core.units import ceil_div, format_count
 from toolkit.engines.base import engine_environment
 from toolkit.engines.job import Job
 from toolkit.engines.rank_calls import from_main, on_main
@@ -169,33 +169,21 @@ class Reader:
     def read_on_main(self) -> PreTrainedModel:
         """Read on rank 0. The other ranks get the same modules, with shapes and almost no memory. A collective."""
         models: list[PreTrainedModel] = []
-
-        def read() -> dict[str, str]:
-            models.append(self.read())
-            # transformers keeps some parameters in fp32, and a broadcast needs the same dtype on both sides.
-            return {name: dtype_name(parameter.dtype) for name, parameter in models[0].named_parameters()}
-
-        dtypes = on_main(self.accelerator, read)
-        buffers = from_main(persistent_buffers(models[0]) if models else {})
-        if models:
-            return models[0]
-        model = self._build_empty()
-        for name, parameter in model.named_parameters():
-            element = parameter.data[(0,) * parameter.dim()].to(_dtype(dtypes[name]))
-            parameter.data = element.expand(parameter.shape)
-        for name, buffer in buffers.items():
+        on_main(self.accelerator, lambda: models.append(self.read()))
+        model: Any = models[0] if models else self._build_empty()
+        for name, buffer in from_main(persistent_buffers(model)).items():
             set_tensor(model, name, buffer.cpu())
-        return model
+        return cast("PreTrainedModel", model)
 
     def defer(self) -> PreTrainedModel | None:
-        """Make the modules without memory on every rank. Their `streamed_weights` read one weight at a time. A collective.
+        """Make the modules without memory. Their `streamed_weights` read one weight at a time.
 
         None where the files hold the weights in another form than the model.
         """
         from transformers import GenerationConfig
 
         model = self._build_empty()
-        weights = StreamedWeights.of_model(self.accelerator, self.spec, model)
+        weights = StreamedWeights.of_model(self.accelerator.device, self.spec, model)
         if weights is None:
             self.accelerator.print("loading: the files hold the weights in another form, so they are read whole")
             return None
@@ -262,7 +250,6 @@ class Reader:
             owner, _, leaf = name.rpartition(".")
             set_tensor(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))
         model.tie_weights()
-        freeze(model, self.spec)
         return model
 
 
@@ -324,7 +311,8 @@ def _placeholder(module: Any, leaf: str, parameter: Any) -> Any:
         column = packed_shape(parameter.numel(), experts.dtype.itemsize)
         return torch.nn.Parameter(torch.zeros(1, 1, dtype=experts.dtype).expand(column), requires_grad=False)
     if type(parameter).__name__ != "Params4bit":
-        return torch.nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape))
+        element = torch.zeros(1, dtype=parameter.dtype)
+        return torch.nn.Parameter(element.expand(parameter.shape), requires_grad=parameter.requires_grad)
     storage: torch.dtype = parameter.quant_storage
     packed = ceil_div(module.in_features * module.out_features, 2 * storage.itemsize)
     options = {**parameter.__dict__, "bnb_quantized": True, "module": module}
