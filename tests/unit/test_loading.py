@@ -34,8 +34,9 @@ from toolkit.models import describe, embedded_config, hf_loading
 from toolkit.models.hf_loading import disk_layouts, load_tokenizer
 from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training import streamed_weights
-from toolkit.training.loading import Reader, load
+from toolkit.training.loading import load
 from toolkit.training.setup import accelerator as make
+from toolkit.training.weight_reader import Reader
 from toolkit.transforms.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
 from toolkit.transforms.fused_experts import packed_experts, unpack_experts
 

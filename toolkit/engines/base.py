@@ -231,7 +231,7 @@ class Engine(OptimizerStep):
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read the weights; `reader` is a `loading.Reader`. Packed weights are packed one by one as they come."""
+        """Read the weights; `reader` is a `weight_reader.Reader`. Packed weights are packed one by one as they come."""
         if self.streams(job) and (model := reader.defer()) is not None:
             self.fill(job, model)
             return model

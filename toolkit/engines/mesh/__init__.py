@@ -164,7 +164,7 @@ class Mesh(Engine):
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read this rank's part of every weight; `reader` is a `loading.Reader`.
+        """Read this rank's part of every weight; `reader` is a `weight_reader.Reader`.
 
         transformers applies both plans and FSDP2 on the meta device, then reads only the slices of this rank. An adapter comes
         between the two, so with one `before_prepare` applies FSDP2.
