@@ -27,7 +27,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines import fsdp
+from toolkit.engines.fsdp.shard_filling import fill_shards
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.models import describe, embedded_config, hf_loading
@@ -427,7 +427,7 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
         with torch.device("meta"):
             model: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 5, bias=False) for _ in range(3)))
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (3,)))
-        fsdp._fill(Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, model, {})
+        fill_shards(Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, model, {})
     finally:
         dist.destroy_process_group()
     assert missing == [3, 2, 1]
