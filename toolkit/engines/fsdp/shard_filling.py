@@ -26,6 +26,7 @@ def filling(job: Job, model: Any) -> Iterator[None]:
     sharded parameter of a submodule, and leaves out models with packed weights.
     """
     import accelerate
+    from torch.distributed.fsdp import FSDPModule
 
     weights: Any = getattr(model, "streamed_weights", None)
     if weights is None or weights.closed:
@@ -36,6 +37,8 @@ def filling(job: Job, model: Any) -> Iterator[None]:
     upstream: Any = accelerate.accelerator.fsdp2_prepare_model
 
     def shard(accelerator: Any, model: Any) -> Any:
+        if isinstance(model, FSDPModule):  # sharded as it was read (`mesh`)
+            return upstream(accelerator, model)
         # Packed weights that are read whole are on every rank, with constants that belong to their memory.
         named = model.named_parameters()
         own = {name: each.data for name, each in named if name not in untouched and type(each).__name__ not in PACKED}
