@@ -271,12 +271,11 @@ def plan(
     """
     check_type("strategy", strategy, Strategy)
     check_type("train_config", train_config, TrainConfig)
-    spec = model if isinstance(model, ModelSpec) else describe(model)
-    base, request = strategy or Strategy(), train_config or TrainConfig()
+    request = train_config or TrainConfig()
     search = Search(
-        spec=spec,
-        strategy=base,
-        train_config=dataclasses.replace(request, seq_len=request.seq_len if seq_len is None else seq_len),
+        spec=model if isinstance(model, ModelSpec) else describe(model),
+        strategy=strategy or Strategy(),
+        train_config=request if seq_len is None else dataclasses.replace(request, seq_len=seq_len),
         machine=on if isinstance(on, Hardware) else hardware(on),
         global_batch=0,
         one_document=one_document,
@@ -286,16 +285,21 @@ def plan(
     default = math.ceil(DEFAULT_BATCH / search.data_ranks) * search.data_ranks
     search = dataclasses.replace(search, global_batch=default if global_batch is None else global_batch)
     _check_request(search, vary, allow_unquantized)
+    return _ranked(search, vary, whole=whole)
+
+
+def _ranked(search: Search, vary: Collection[str], *, whole: bool) -> Plan:
+    """Run a search, and then those of alternatives."""
     ranked, rejected = search.run()
     return Plan(
-        model=spec.name,
+        model=search.spec.name,
         hardware=search.machine,
         global_batch=search.global_batch,
         ranked=tuple(ranked),
         rejected=tuple(rejected),
         alternatives=tuple(find_alternatives(search, vary, machines=True) if ranked else find_alternatives(search)),
-        tokens=tokens,
-        price=price,
+        tokens=search.tokens,
+        price=search.price,
         whole=whole,
     )
 
