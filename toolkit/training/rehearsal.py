@@ -25,7 +25,7 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.phases import PHASES
-from toolkit.core.process_lifecycle import die_with_parent
+from toolkit.core.process_lifecycle import die_with_parent, import_libraries
 from toolkit.core.units import format_bytes, format_step_seconds
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
@@ -308,6 +308,7 @@ def main(parent: int) -> None:
     """Read a request from standard input, and print what was measured as JSON. It ends with the process `parent`."""
     die_with_parent(parent)
     request = json.load(sys.stdin)
+    import_libraries("transformers.modeling_utils")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         try:
             write_zeros(folder, request["config"])
