@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.fields import differing
+from toolkit.config.fields import differing, from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.train_config import TrainConfig, pipeline_rows
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.phases import PHASES
@@ -110,7 +110,9 @@ def rehearse(
         ToolkitError: where the rank fails, as it does out of memory.
     """
     spec, machine = model if isinstance(model, ModelSpec) else describe(str(model)), hardware()
-    job = resolve(strategy or Strategy(), train_config or TrainConfig(), spec, ranks, machine.device)
+    strategy = strategy or Strategy()
+    train_config = train_config or from_dict(TrainConfig, pipeline_rows(strategy.pp))
+    job = resolve(strategy, train_config, spec, ranks, machine.device)
     _refuse(job, rank)
     forecast = forecast_rank(job, machine, rank)
     values = {
