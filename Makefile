@@ -69,6 +69,8 @@ grid: .venv/.installed
 	$(BIN)/python benchmarks/forecast_accuracy.py --runs 300
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/kill.py --meshes
+	$(BIN)/python benchmarks/script_exit.py
+	$(BIN)/python benchmarks/notebooks.py
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

@@ -31,8 +31,8 @@ STEP = r"/step (\d+)/.exec(node.textContent)"
 
 
 @contextlib.contextmanager
-def serving(root: Path) -> Iterator[str]:
-    """JupyterLab over this folder, with settings and signatures of its own; its address."""
+def serving(root: Path, **environ: str) -> Iterator[str]:
+    """JupyterLab over this folder, with settings and signatures of its own, and `environ`; its address."""
     own = root / ".jupyter"
     settings = own / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
     settings.parent.mkdir(parents=True)
@@ -49,7 +49,7 @@ def serving(root: Path) -> Iterator[str]:
     with open(root / "lab.log", "wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *words],
-            env=os.environ | places | labs | {"IPYTHONDIR": str(own / "ipython")},
+            env=os.environ | places | labs | environ | {"IPYTHONDIR": str(own / "ipython")},
             stdout=log,
             stderr=log,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,14 @@ LAUNCH = (
 CELLS = ("import toolkit as tk", LAUNCH, "print(6 * 7, run.status)", "run.wait()", "run = tk.attach('runs/first')\nrun")
 IMPORT, RUN, OTHER, WAIT, ATTACH = range(len(CELLS))
 
+PACE = """
+import sys, time
+if "toolkit.finetune" in sys.orig_argv:
+    from toolkit.core import phases
+    phases.observe(lambda name, begins: time.sleep(0.2) if name == "step" and begins else None)
+"""
+"""Read by every interpreter of the lab: a step takes as long as a larger model's, and leaves the cores to the browser."""
+
 MOST = 200_000
 """Bytes of a notebook's file."""
 
@@ -40,7 +49,10 @@ class Desk:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("lab")
-    with serving(folder) as url, browsing() as browser:
+    (folder / "pace").mkdir()
+    (folder / "pace" / "sitecustomize.py").write_text(PACE)
+    paths = os.pathsep.join(filter(None, [str(folder / "pace"), os.environ.get("PYTHONPATH")]))
+    with serving(folder, PYTHONPATH=paths) as url, browsing() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 1600})
         yield Desk(page=page, url=url, folder=folder)
 

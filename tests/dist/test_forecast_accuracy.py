@@ -108,7 +108,7 @@ def test_forecasts_are_true(work: Path, tmp_path: Path) -> None:
         check_phases(row)
 
 
-MESHES = ("Qwen3-4-tp2-fsdp-bf16", "Mistral-4-pp2-fsdp-lora", "Qwen2-MoE-2-tp2-ep2", "Mistral-4-cp2-fsdp-gather")
+MESHES = ("Gemma3-2-tp2-bf16", "Mistral-4-pp2-fsdp-lora", "Qwen2-MoE-2-tp2-ep2", "Gemma3-2-cp2-fsdp")
 """Cells of `benchmarks/meshes.py`: one of each degree."""
 
 

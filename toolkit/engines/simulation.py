@@ -76,7 +76,7 @@ class Simulation:
         ledger, job = self.ledger, self.job
         ledger.enter("load")
         if job.engine.streams(job):
-            for state in stream_weights(self, shared=False, cast=job.ranks > 1 or job.device.kind == "cuda"):
+            for state in stream_weights(self, shared=False):
                 ledger.hold("parameters", state.bytes)
             ledger.hold("parameters", size - ledger.held["parameters"])
             ledger.enter("prepare")
@@ -154,29 +154,27 @@ def blas_workspaces(job: Job) -> int:
     return 2 * (32 * MiB if job.device.capability[0] in (9, 10, 12) else 8 * MiB + 128 * KiB)
 
 
-def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = False) -> Iterator[State]:
-    """Enter the weights that come from the files one at a time, each whole for a moment. Yield each before its release.
+def stream_weights(simulation: Simulation, *, shared: bool = True, parts: int = 1) -> Iterator[State]:
+    """Enter the weights that come from the files one at a time. Yield each before it is released.
 
-    Rank 0 packs a 4-bit weight in pieces, and holds the exact constants of its blocks meanwhile. Packed constants stay on every
-    rank.
+    A 4-bit weight is packed in pieces, with the exact constants of its blocks, and whole on every rank. Its packed constants
+    stay.
 
     Args:
-        simulation: of the rank that reads.
+        simulation: of a rank.
         shared: a rank holds the whole weight and its own part at the same time.
-        cast: a weight is cast to its dtype whole, not part by part.
+        parts: over how many ranks a weight is split that is not packed: a rank reads its own part alone.
     """
     job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
     names = packed_names(job.spec, job.strategy.adapter)
     sources = {parameter.name: parameter for parameter in job.spec.parameters}
-    stored_dtype = job.spec.config.get("dtype") or "float32"
-    stored = BYTES_OF.get(stored_dtype, 4)
-    mapped = job.device.kind == "cpu" and job.ranks == 1  # what is read is then no memory of torch's
+    stored = job.spec.config.get("dtype") or "float32"
     for state in parameters_of(job):
         if state.trainable and job.strategy.adapter != "none":
             continue
         source = sources[state.name.replace(".base_layer.", ".")]
-        size, work = source.elements * stored, 0
+        size, work = state.bytes, 0
         if source.name in names:
             columns = source.shape[-1]
             # Experts that are joined as they are read lie in the files one by one, gate and up apart.
@@ -185,12 +183,11 @@ def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = 
             on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
             work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, QUANT_BLOCK)
             ledger.hold("buffers", packing_constants(source.elements))
-            size = state.bytes
-        elif mapped:
-            size = state.bytes
-        elif cast and stored_dtype != job.compute_dtype:
-            ledger.touch("workspace", size + state.bytes)
-            size = state.bytes
+        else:
+            # A cast takes its result, and experts are joined in the files' dtype; other weights lie in the mapped file.
+            joined = source.elements * BYTES_OF.get(stored, 4) if job.spec.copied and source.role == "expert" else 0
+            ledger.touch_host("workspace", (joined + (size if stored != state.dtype else 0)) // parts)
+            size = size if parts == 1 else 0
         ledger.touch("workspace", size + work)
         ledger.hold("workspace", size if shared else 0)
         yield state

@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core import background
 from toolkit.core.display import Result
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
 from toolkit.core.process_lifecycle import die_with_parent
@@ -93,7 +94,7 @@ class Explorer(AnswerPanel):
 
     def _after(self, names: Collection[str] = ()) -> None:
         """Trace for the other sequence lengths in the background."""
-        if set(names) == {"seq_len"} or "seq_len" not in self.names:
+        if set(names) == {"seq_len"} or "seq_len" not in self.names or not background.allowed():
             return
         if self._ahead is not None:
             self._ahead.terminate()

@@ -121,13 +121,18 @@ class ZeroForecast(Engine):
 
 
 def _restore_masters(simulation: Simulation) -> None:
-    """Enter the reading of exact masters: the fp32 tensor that is written, and the next (`training/preparation.py`)."""
+    """Enter the reading of exact masters: the fp32 tensor that is written, and the next (`training/preparation.py`).
+
+    On a CPU fp32 tensors lie in the mapped file, and each is rounded once more to be compared.
+    """
     job = simulation.job
     assert job.spec is not None
     stored = job.spec.config.get("dtype") or "float32"
     if job.precision.mixed and stored != job.compute_dtype and job.strategy.adapter == "none":
         exact = BYTES_OF["float32"]
         read = exact + (0 if stored == "float32" else BYTES_OF.get(stored, exact))
+        if job.device.kind == "cpu":
+            exact = read = BYTES_OF[job.compute_dtype] if stored == "float32" else exact
         sizes = [0, *(state.elements for state in parameters_of(job) if state.trainable)]
         largest = max((last * exact + size * read for last, size in itertools.pairwise(sizes)), default=0)
         simulation.ledger.touch("workspace", largest)

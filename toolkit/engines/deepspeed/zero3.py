@@ -65,7 +65,7 @@ def partitioned(simulation: Simulation) -> None:
     if job.strategy.quantized:
         adapter_bytes = sum(state.bytes for state in states if state.trainable)
         read = sum(ceil_div(state.bytes, ranks) for state in base)
-        for state in stream_weights(simulation, cast=True):
+        for state in stream_weights(simulation):
             keep("parameters", ceil_div(state.bytes, ranks))
     else:
         adapter_bytes, size = 0, BYTES_OF[job.compute_dtype]

@@ -71,7 +71,7 @@ class FSDPForecast(Engine):
         return any(stack.name == name.rpartition(".")[0] for stack in trace.stacks)
 
     def simulate_load(self, simulation: Simulation) -> None:
-        """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
+        """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares out one after the other.
 
         Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
         """
@@ -89,9 +89,12 @@ class FSDPForecast(Engine):
             ledger.enter("prepare")
         if job.strategy.quantized:
             simulation.keep("parameters", simulation.state.parameters)
-        else:
-            _scatter_full_state(simulation)
-        ledger.hold("parameters", -read)
+            ledger.hold("parameters", -read)
+            return
+        for state in parameters_of(job):
+            ledger.touch("workspace", 0 if read else state.bytes)
+            simulation.keep("parameters", shard_bytes(job, state))
+            ledger.hold("parameters", -state.bytes if read else 0)
         ledger.rank0_host(-ledger.rank0_bytes)
 
     def simulate_training(self, simulation: Simulation) -> None:
@@ -123,7 +126,7 @@ def _sent_share(job: Job, state: State) -> float:
 
 
 def _simulate_stream(simulation: Simulation) -> None:
-    """Follow `streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
+    """Follow `streamed_weights`: only an adapter is there before `prepare`."""
     job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
     assert job.spec is not None
     trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]
@@ -135,31 +138,9 @@ def _simulate_stream(simulation: Simulation) -> None:
     ledger.offload("parameters", adapter_bytes)
     ledger.enter("prepare")
     keep("parameters", sum(shard_bytes(job, state) for state in trained))
-    if job.strategy.quantized:
-        ledger.offload("parameters", -adapter_bytes)
-    for state in stream_weights(simulation):
+    ledger.offload("parameters", -adapter_bytes)
+    for state in stream_weights(simulation, parts=job.parallelism.shard_size):
         keep("parameters", shard_bytes(job, state))
-    if not job.strategy.quantized:
-        ledger.offload("parameters", -adapter_bytes)
-
-
-def _scatter_full_state(simulation: Simulation) -> None:
-    """Follow `fsdp2_load_full_state_dict`: for each name the whole tensor, and a shard of it, which stays.
-
-    Tied weights have a shard for each of their names, until they are tied again. The fullest rank is one that receives:
-    it makes the next whole tensor while it has the last one. On a CPU it is rank 0, if that has the whole model.
-    """
-    job, ledger = simulation.job, simulation.ledger
-    assert job.spec is not None
-    by_name = {state.name: state for state in parameters_of(job)}
-    twins = [by_name[group[0]] for group in job.spec.tied for _ in group[1:]]
-    last = 0
-    for state in (*by_name.values(), *twins):
-        ledger.touch("workspace", last + state.bytes)
-        simulation.keep("parameters", shard_bytes(job, state))
-        ledger.touch("workspace", state.bytes)
-        last = state.bytes if job.device.kind == "cuda" and job.ranks > 1 else 0
-    simulation.keep("parameters", -sum(shard_bytes(job, state) for state in twins))
 
 
 def shard_bytes(job: Job, state: State) -> int:
