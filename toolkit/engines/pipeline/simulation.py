@@ -234,9 +234,14 @@ class _Walk:
         self._last, self._keeps = len(job.settings["stages"]) - 1, job.strategy.pp_schedule != "1f1b"
         self._micros = job.train_config.accumulation
         self._halves = {stage: _halves(tuple(step)) for stage, step in steps.items()}
-        self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in steps if stage}
-        """Of the stages after the first, which runs its backward whole."""
+        split = [stage for stage in steps if stage and job.settings["splits_backward"]]
+        self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in split}
+        """Of the stages with a backward in two parts."""
         self._backward_done: set[int] = set()
+        self._late: dict[int, int] = {}
+        """Bytes of the gradients of a stage's weights that its last second part has left."""
+        self._added: set[int] = set()
+        """Stages of which FSDP2 has added up some."""
         # FSDP2 adds gradients up in the dtype in which it reduces them.
         self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
         self._kept = 0
@@ -245,22 +250,46 @@ class _Walk:
 
     def run(self, order: Sequence[Action]) -> None:
         """Enter a step's actions, and free what was sent."""
-        ledger = self._ledger
         for action in order:
             forward, backward, folded = self._halves[action.stage]
             if action.kind == FORWARD:
-                ledger.enter("forward")
-                ledger.walk(*forward)
-            elif action.kind == INPUT:  # the second part of a backward frees activations
-                ledger.enter("backward")
-                if kept := self._for_weights.get(action.stage):
-                    ledger.touch("activations", folded[0])
-                    ledger.hold("activations", kept)
+                self._ledger.enter("forward")
+                self._ledger.walk(*forward)
+                continue
+            self._ledger.enter("backward")
+            if action.stage not in self._for_weights:
+                if action.kind != INPUT:  # the first stage runs its backward whole, in the second part
+                    self._walk_backward(action, backward, folded)
+            elif action.kind == INPUT:
+                self._walk_inputs(action.stage, forward, folded)
             else:
-                ledger.enter("backward")
-                self._walk_backward(action, backward, folded)
-                ledger.hold("activations", -self._for_weights.get(action.stage, 0) if action.kind == WEIGHT else 0)
-        ledger.hold("buffers", -self._kept)
+                self._walk_weights(action.stage, backward, folded)
+        self._ledger.hold("buffers", -self._kept)
+
+    def _walk_inputs(self, stage: int, forward: tuple[int, int, int, int], folded: tuple[int, int, int, int]) -> None:
+        """Enter the first part of a backward: what the loss made of the logits is freed, all before the head stays."""
+        ledger, late, kept = self._ledger, self._late.pop(stage, 0), self._for_weights[stage]
+        if late and self._wider > 1:  # FSDP2 adds up what the second part of an earlier backward left (`post_backward`)
+            ledger.hold("gradients", late * (self._wider if stage not in self._added else 0))
+            ledger.hold("gradients", -late)
+            self._added.add(stage)
+        ledger.touch("activations", max(folded[0], kept))
+        ledger.hold("activations", kept)
+        ledger.hold("logits", -forward[3])
+        self._keep_sent(1)
+
+    def _walk_weights(self, stage: int, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
+        """Enter the second part of a backward. Its gradients have the dtype of the weights in the forward."""
+        _, net, _, logits = folded
+        sizes = [segment.size for segment in backward if segment.what == "gradient"]
+        if stage not in self._backward_done or (self._wider > 1 and stage not in self._late):
+            self._ledger.hold("gradients", sum(sizes))
+            self._late[stage] = sum(sizes)
+            self._backward_done.add(stage)
+        else:
+            self._ledger.touch("gradients", max(sizes))
+        self._ledger.hold("activations", net - logits - self._for_weights[stage])
+        self._keep_sent(stage < self._last)
 
     def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
         stage = action.stage
@@ -278,8 +307,12 @@ class _Walk:
         else:
             before = min(self._micros, self._last + 1 - stage)
             kept = (first and stage > 0) + (stage < self._last and action.micro == before - 2)
-        self._kept += kept * self._size
-        self._ledger.hold("buffers", kept * self._size)
+        self._keep_sent(kept)
+
+    def _keep_sent(self, tensors: int) -> None:
+        """Keep what was sent until the step's end."""
+        self._kept += tensors * self._size
+        self._ledger.hold("buffers", tensors * self._size)
 
 
 @lru_cache(maxsize=128)
