@@ -73,7 +73,7 @@ def measured(experts: int, chosen: int, steps: int) -> dict[str, Any]:
     from toolkit.training.preparation import prepared
 
     Timed.spent = [0.0]
-    config = tk.TrainConfig(steps=steps, micro_batch=ROWS, seq_len=SEQ_LEN, warmup=0)
+    config = tk.TrainConfig(steps=steps, micro_batch=ROWS, seq_len=SEQ_LEN, warmup=0, lr=1e-3)
     with tempfile.TemporaryDirectory() as folder:
         random_model(folder, Qwen3MoeConfig(num_experts=experts, num_experts_per_tok=chosen, **SHAPE))
         accelerator = tk.accelerator(tk.Strategy(sharding="none"), config, tk.describe(folder))
