@@ -416,6 +416,9 @@ def test_words_are_explained_on_hover(spec: ModelSpec) -> None:
     table = Table(columns=("rank", "bytes"), rows=[("rank 0", "1"), ("rank 1", "2"), ("<master>", "3")])
     assert table.html().count("<abbr") == 2, "each term once a table"
     assert "&lt;<abbr" in table.html()
+    assert "<abbr" not in Table(columns=("zero",), rows=[]).html()
+    assert ">ZeRO</abbr>" in Table(columns=("ZeRO",), rows=[]).html()
+    assert "<p><code>a&lt;b</code> is &lt;b&gt;</p>" in Table(columns=("",), rows=[], notes=("`a<b` is <b>",)).html()
 
 
 def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
