@@ -454,7 +454,7 @@ def main() -> None:
         print(name, said, flush=True)
         publish()
     compared_runs = list(PARITY)[: 1 if given.smoke else None] if given.steps else []
-    for row in parity_runs(work, given.steps, workers, [] if given.again else parity, compared_runs):
+    for row in parity_runs(work, given.steps, server(), [] if given.again else parity, compared_runs):
         parity = [each for each in parity if each["name"] != row["name"]] + [row]
         publish()
     shown = publish()
