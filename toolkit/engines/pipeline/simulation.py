@@ -239,6 +239,12 @@ class _Walk:
         self._backward_done: set[int] = set()
         # FSDP2 adds gradients up in the dtype in which it reduces them.
         self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
+        assert job.spec is not None
+        self._parts, self._casts = anatomy_of(job.spec), job.device.kind == "cpu"
+        self._waiting: dict[int, Sequence[int]] = {}
+        """Of each stage the gradients, in bytes, that were made and not yet added to their sums."""
+        self._summed: set[int] = set()
+        """Stages with sums of gradients that waited."""
         self._kept = 0
         self.forward_rise = max(forward[0] for forward, *_ in self._halves.values())
         """The most that activations of one micro-batch rise by in a forward, in bytes."""
@@ -255,24 +261,29 @@ class _Walk:
                 ledger.enter("backward")
                 if kept := self._for_weights.get(action.stage):
                     ledger.touch("activations", folded[0])
+                    self._add_waiting(action.stage)
                     ledger.hold("activations", kept)
             else:
                 ledger.enter("backward")
                 self._walk_backward(action, backward, folded)
                 ledger.hold("activations", -self._for_weights.get(action.stage, 0) if action.kind == WEIGHT else 0)
+        for stage in [*self._waiting]:
+            self._add_waiting(stage)
         ledger.hold("buffers", -self._kept)
 
     def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
         stage = action.stage
         first = stage not in self._backward_done
-        if first:
+        if self._wider > 1:
+            self._walk_narrow(backward, stage, first=first, halved=action.kind == WEIGHT and stage > 0)
+        elif first:
             for segment in backward:
                 self._ledger.walk(*segment[:4])
                 if segment.what == "gradient":
-                    self._ledger.hold("gradients", segment.size * self._wider)
-            self._backward_done.add(stage)
+                    self._ledger.hold("gradients", segment.size)
         else:
             self._ledger.walk(*folded)
+        self._backward_done.add(stage)
         if self._keeps:
             kept = (stage > 0) + (stage < self._last)
         else:
@@ -280,6 +291,47 @@ class _Walk:
             kept = (first and stage > 0) + (stage < self._last and action.micro == before - 2)
         self._kept += kept * self._size
         self._ledger.hold("buffers", kept * self._size)
+
+    def _walk_narrow(self, backward: Sequence[Segment], stage: int, *, first: bool, halved: bool) -> None:
+        """Walk a backward with gradients narrower than their sums: FSDP2 adds them after the backward of their module.
+
+        A backward in two parts has passed the module when the gradients of its weights come: they wait for the next first part.
+        """
+        pending, place, waits = list[int](), "", stage in self._waiting
+        for segment in backward:
+            if segment.what == "gradient" and not halved and (new := self._place_of(segment.name)) != place:
+                self._add(pending, first=first)
+                pending, place = [], new
+            self._ledger.walk(*segment[:4])
+            if segment.what == "gradient" and waits:
+                self._ledger.touch("gradients", segment.size)
+            elif segment.what == "gradient":
+                self._ledger.hold("gradients", segment.size)
+                pending.append(segment.size)
+        if not halved:
+            self._add(pending, first=first)
+        elif not waits:
+            self._waiting[stage] = pending
+
+    def _place_of(self, parameter: str) -> str:
+        """Return the module that FSDP2 shards as one: a layer, or one outside of all layers."""
+        name = name_in_spec(parameter)
+        place = self._parts.places(name)[0]
+        return str(place) if 0 <= place < self._parts.count else name.rpartition(".")[0]
+
+    def _add_waiting(self, stage: int) -> None:
+        if stage in self._waiting:
+            self._add(self._waiting.pop(stage), first=stage not in self._summed)
+            self._summed.add(stage)
+
+    def _add(self, sizes: Sequence[int], *, first: bool) -> None:
+        """Add gradients to their sums, which the first ones make, in the order of parameters. A CPU casts each before."""
+        for size in reversed(sizes):
+            if first:
+                self._ledger.hold("gradients", self._wider * size)
+            elif self._casts:
+                self._ledger.touch("workspace", self._wider * size)
+            self._ledger.hold("gradients", -size)
 
 
 @lru_cache(maxsize=128)
