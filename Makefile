@@ -73,7 +73,7 @@ grid: .venv/.installed
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/kill.py --meshes
 	$(BIN)/python benchmarks/script_exit.py
-	$(BIN)/python benchmarks/notebooks.py
+	$(BIN)/python notebooks/execute_twice.py
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "def main()" in path.read_text())
-ELSEWHERE = {"forecast_accuracy", "meshes"}
-"""Those that `test_forecast_accuracy.py` runs, with more than a smoke test's cells."""
+ELSEWHERE = {"forecast_accuracy"}
+"""What `test_forecast_accuracy.py` runs, with more than a smoke test's cells."""
 
 
 @pytest.fixture(autouse=True)

@@ -120,10 +120,8 @@ MESHES = (
 
 
 def test_forecasts_of_every_rank_of_a_mesh_are_true(work: Path, tmp_path: Path) -> None:
-    flags = ["--only", ",".join(MESHES), "--steps", "2"]
-    result = measured(work, tmp_path, "meshes", *flags, script="meshes")
-    rows = result["runs"]
-    assert [(row["name"], row["steps"], row["same"]) for row in result["parity"]] == [("pp 2", 2, True)]
+    flags = ["--only", ",".join(MESHES), "--steps", "0"]
+    rows = measured(work, tmp_path, "meshes", *flags, script="meshes")["runs"]
     assert {row["name"] for row in rows} == {*MESHES}
     for row in rows:
         pairs = list(zip(row["forecast_peaks"], row["measured_peaks"], strict=True))
