@@ -99,7 +99,7 @@ def kill_rank(run, rank):
 # **Your guess:** how much memory does a process need to *train* it? Twice the 19 MiB, four times, seven times?
 #
 # The forecast answers before anything runs. A process that trains is a **rank**; `micro_batch` is the number of rows
-# that a rank reads at once. Move the device and the rows:
+# that a rank reads at once. Move the device and the rows. (`ahead=True` computes all answers first.)
 
 # %%
 settings = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS, lr=LR)
@@ -110,7 +110,8 @@ def need(device, rows):
     return tk.forecast(tk.describe(), tk.Strategy(sharding="ddp"), f"2x {device}", batch)
 
 
-tk.vary(need, device=["cpu", "T4", "L4"], rows=[1, 2, 4, 8, 16, 32], start={"device": "cpu", "rows": 4})
+DEVICES, start = ["cpu", "T4", "L4"], {"device": "cpu", "rows": 4}
+tk.vary(need, device=DEVICES, rows=[1, 2, 4, 8, 16, 32], start=start, ahead=True)
 
 # %% tags=["check"]
 first = need("cpu", MICRO_BATCH)
