@@ -174,7 +174,14 @@ def until_step(output: Locator, least: int) -> None:
 
 
 def under(page: Page, picture: Locator, across: float, up: float = 0.5) -> str | None:
-    """What is shown after the pointer has moved to a place in a picture, in shares of its width and height."""
+    """What is shown after the pointer has moved to a place in a picture, in shares of its width and height.
+
+    Where the picture is wider than its own place, as on a phone, that is scrolled first.
+    """
+    picture.evaluate(
+        "(image, across) => image.closest('[role=region]')?.scrollTo({left: across * (image.clientWidth - 300)})",
+        across,
+    )
     box = picture.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + across * box["width"], box["y"] + up * box["height"])

@@ -299,6 +299,10 @@ def test_a_moved_control_changes_the_picture(spec: ModelSpec) -> None:
     panel.set(**panel.state.first_values)
     assert panel.value is before
     assert panel.static_html() == page
+    panel.forget()
+    panel.set(micro_batch=panel.state.values["micro_batch"])
+    assert panel.value is not before
+    assert panel.static_html() == page
 
 
 @pytest.mark.parametrize("kind", ["memory", "compare", "timeline"])

@@ -100,7 +100,7 @@ def figure(picture: str, table: Table) -> str:
     rows = list(table.rows)
     table, folded = replace(table, rows=rows), len(rows) if len(rows) > FOLDED_ROWS else 0
     parts = {"picture": markup(picture), "table": markup(redact(table.html())), "title": table.title}
-    return render("figure", **parts, folded=folded, width=WIDTH)
+    return render("figure", **parts, folded=folded, width=WIDTH, legible=LEGIBLE)
 
 
 def _shortened(svg: str) -> str:

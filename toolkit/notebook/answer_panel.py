@@ -166,6 +166,11 @@ class AnswerPanel:
             self._drawn[key] = parts
         return parts
 
+    def forget(self) -> None:
+        """Drop the kept answers: the next ones are computed and drawn again."""
+        self._kept.clear()
+        self._drawn.clear()
+
     def static_html(self) -> str:
         """Return HTML that needs no kernel, script or network, and the equivalent command."""
         hint, parts = "" if self.panel is not None else FIX, self._parts()
