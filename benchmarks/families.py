@@ -89,8 +89,12 @@ SHAPES = {
     "deep": {"hidden": 384, "ffn": 1024, "layers": 8, "heads": 6, "seq_len": 384},
 }
 
-SIZES = {**SHAPES, "mesh": {"hidden": 768, "ffn": 1536, "layers": 8, "heads": 16, "seq_len": 64}}
-"""Layers and heads of the last can be divided over up to 8 ranks."""
+SIZES = {
+    **SHAPES,
+    "mesh": {"hidden": 768, "ffn": 1536, "layers": 8, "heads": 16, "seq_len": 64},
+    "parity": {"hidden": 128, "ffn": 256, "layers": 4, "heads": 8, "seq_len": 64},
+}
+"""Layers and heads of the last two can be divided over ranks: up to 8, and up to 4."""
 
 AXES: dict[str, tuple[Any, ...]] = {
     "sharding": ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "hsdp"),

@@ -8,12 +8,14 @@ Each cell is the recipe, `toolkit.finetune`, for three steps over a model of ran
 before. A cell that the results hold for these versions and this machine is not run again, and its forecast is made again. Each row
 has the commit that measured it, and the one that made its forecast.
 
-Then one run of 20 steps takes the same rows in one process and over a pipeline: losses and norms have to be the same.
+Then runs of 20 steps take the same rows in one process and over each degree, alone and with another, with `ddp` or `fsdp` inside:
+losses and norms have to be the same.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import sysconfig
@@ -43,6 +45,7 @@ BF16, PURE, LORA, DORA = {"precision": "bf16"}, {"precision": "bf16_pure"}, {"ad
 DDP, FSDP, GRAD_OP = {"sharding": "ddp"}, {"sharding": "fsdp"}, {"sharding": "fsdp_grad_op"}
 HSDP = {"sharding": "hsdp", "dp_replicate": 2}
 PLAIN, CHUNKED, GATHER = {"activation_checkpointing": "none"}, {"loss": "chunked"}, {"cp_attention": "gather"}
+WHOLE_LOSS = {"loss": "whole"}
 GPIPE, INTERLEAVED = {"pp_schedule": "gpipe"}, {"pp_schedule": "interleaved"}
 LOOPED, ZERO_BUBBLE = {"pp_schedule": "looped_bfs"}, {"pp_schedule": "zero_bubble"}
 
@@ -147,8 +150,22 @@ CELLS: list[Cell] = [
 
 SMOKE: Cell = ("Llama", 2, {"pp": 2})
 
-PARITY: dict[str, tuple[int, dict[str, Any]]] = {"one process": (1, {}), "pp 2": (2, {"pp": 2})}
-"""Ranks and strategies of the runs that take the same steps."""
+PARITY: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "pp 2": ("Qwen3", 2, {"pp": 2}),
+    "tp 2 in ddp": ("Qwen3", 4, {"tp": 2, **DDP, **PLAIN}),
+    "tp 2 in fsdp": ("Llama", 4, {"tp": 2, **FSDP, **WHOLE_LOSS}),
+    "tp 2, tokens divided, in fsdp": ("Llama", 4, {"tp": 2, "tp_sequence": True, **FSDP}),
+    "tp 2 in fsdp, lora": ("Qwen3", 4, {"tp": 2, **FSDP, **LORA, "lora_dropout": 0.0}),
+    "cp 2 in ddp": ("Llama", 4, {"cp": 2, **DDP}),
+    "cp 2 in fsdp": ("Qwen3", 4, {"cp": 2, **FSDP, **PLAIN}),
+    "ep 2 in fsdp": ("Mixtral", 2, {"ep": 2, **FSDP}),
+    "tp 2, cp 2 in ddp": ("Qwen3", 8, {"tp": 2, "cp": 2, **DDP}),
+    "tp 2, cp 2 in fsdp": ("Llama", 8, {"tp": 2, "cp": 2, **FSDP, **GATHER, **WHOLE_LOSS}),
+    "tp 2, ep 2 in fsdp": ("Mixtral", 4, {"tp": 2, "ep": 2, **FSDP, **PLAIN}),
+    "cp 2, ep 4 in fsdp": ("Mixtral", 4, {"cp": 2, "ep": 4, **FSDP}),
+    "pp 2, tp 2 in fsdp": ("Llama", 8, {"pp": 2, "tp": 2, **FSDP}),
+}
+"""Family, ranks and strategy of each run that takes the steps of one process. `ddp` does not run with `ep`."""
 LOSS, NORM = 1e-5, 5e-5
 """Largest relative differences of a step's loss and gradient norm."""
 
@@ -289,11 +306,12 @@ def tables(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[str, Any]
     if parity:
         made.append(
             Table(
-                title="The same steps in one process and over a pipeline",
-                columns=("run", "steps", "clipped", "loss", "norm", "the same"),
+                title="The same steps in one process and over ranks",
+                columns=("run", "model", "steps", "clipped", "loss", "norm", "the same"),
                 rows=[
                     (
                         row["name"],
+                        row["family"],
                         row["steps"],
                         row["clipped"],
                         f"{row['loss']:.1e}",
@@ -303,8 +321,8 @@ def tables(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[str, Any]
                     for row in parity
                 ],
                 notes=(
-                    "Qwen3, tied, fp32, 4 micro-batches a step, rows with unequal numbers of labels. loss, norm: largest relative "
-                    f"differences of a step; at most {LOSS:.0e} and {NORM:.0e}.",
+                    "fp32, 4 micro-batches a step, rows with unequal numbers of labels; Qwen3's head is tied. loss, norm: largest "
+                    f"relative differences of a step; at most {LOSS:.0e} and {NORM:.0e}.",
                 ),
             )
         )
@@ -321,44 +339,60 @@ def uneven_rows(path: Path) -> Path:
     return path
 
 
-def parity_runs(work: Path, steps: int, workers: Ranks) -> list[dict[str, Any]]:
-    """The largest differences of losses and norms from those of one process, over the same rows."""
-    model = checkpoint(work / "models" / "Qwen3", "Qwen3", SHAPE)
+def parity_runs(
+    work: Path, steps: int, workers: Ranks, known: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the largest differences of each run's losses and norms from those of one process over the same rows."""
+    alone: dict[str, list[dict[str, Any]]] = {}
+    taken = {row["name"]: dict(row) for row in known}
+    for name in names:
+        family, ranks, fields = PARITY[name]
+        if name not in taken:
+            trained = {key: value for key, value in fields.items() if key.startswith(("adapter", "lora"))}
+            key = f"{family} {trained}"
+            if key not in alone:
+                alone[key] = parity_steps(work, steps, workers, (family, 1, trained))
+            own = parity_steps(work, steps, workers, (family, ranks, fields))
+            taken[name] = {"name": name, "family": family, **compared(own, alone[key], steps)}
+        yield taken[name]
+
+
+def parity_steps(work: Path, steps: int, workers: Ranks, cell: Cell) -> list[dict[str, Any]]:
+    """Run the recipe over a cell's ranks; return its steps. Each takes 8 rows in 4 micro-batches."""
+    family, ranks, fields = cell
+    model = checkpoint(work / "models" / f"{family}-parity", family, "parity")
     flags = {"model": model, "data": uneven_rows(work / "uneven.jsonl"), "steps": steps, "packing": False}
-    flags |= {"accumulation": 4, "micro_batch": 2, "seq_len": 64, "precision": "fp32", "lr": 1e-3}
-    taken: dict[str, list[dict[str, Any]]] = {}
-    for name, (ranks, fields) in PARITY.items():
-        out = work / "runs" / f"parity-{ranks}"
-        code, said = finetune(work, out, {**flags, **fields}, ranks, workers)
-        if code:
-            raise SystemExit(f"{name} ended with {code}:\n{said[-2000:]}")
-        taken[name] = [event for event in read_events(out / "events.jsonl") if "grad_norm" in event]
-        shutil.rmtree(out)
-    alone, *_ = taken.values()
-    made = []
-    for name, own in list(taken.items())[1:]:
-        pairs = list(zip(own, alone, strict=True))
-        off = {key: max(abs(one[key] / other[key] - 1) for one, other in pairs) for key in ("loss", "grad_norm")}
-        made.append(
-            {
-                "name": name,
-                "steps": len(own),
-                "clipped": sum(event["grad_norm"] > 1 for event in own),
-                "loss": off["loss"],
-                "norm": off["grad_norm"],
-                "same": off["loss"] <= LOSS and off["grad_norm"] <= NORM and len(own) == steps,
-                "date": about()["date"],
-                "commit": commit(),
-            }
-        )
-    return made
+    parts = math.prod(int(fields.get(degree, 1)) for degree in ("tp", "cp", "pp"))
+    flags |= {"accumulation": 4, "micro_batch": 2 * parts // ranks, "seq_len": 64, "precision": "fp32", "lr": 1e-3}
+    out = work / "runs" / "parity"
+    code, said = finetune(work, out, {**flags, **fields}, ranks, workers)
+    if code:
+        raise SystemExit(f"{name_of(cell)} ended with {code}:\n{said[-2000:]}")
+    taken = [event for event in read_events(out / "events.jsonl") if "grad_norm" in event]
+    shutil.rmtree(out)
+    return taken
+
+
+def compared(own: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Return the largest relative differences of two runs' steps, and whether they are small enough."""
+    pairs = list(zip(own, alone, strict=True))
+    off = {key: max(abs(one[key] / other[key] - 1) for one, other in pairs) for key in ("loss", "grad_norm")}
+    return {
+        "steps": len(own),
+        "clipped": sum(event["grad_norm"] > 1 for event in own),
+        "loss": off["loss"],
+        "norm": off["grad_norm"],
+        "same": off["loss"] <= LOSS and off["grad_norm"] <= NORM and len(own) == steps,
+        "date": about()["date"],
+        "commit": commit(),
+    }
 
 
 def before(path: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """What the results hold for these versions and this machine: rows by name, and the runs of parity."""
     found = stored(path)
     rows = {row["name"]: row for row in found.get("runs", []) if "measured_peaks" in row}
-    return rows, found.get("parity", [])
+    return rows, [row for row in found.get("parity", []) if "family" in row]
 
 
 def main() -> None:
@@ -419,12 +453,14 @@ def main() -> None:
         said = f"{100 * worst(row):+.2f}%" if "measured_peaks" in row else row.get("refused") or row["failed"][-200:]
         print(name, said, flush=True)
         publish()
-    if given.steps and (given.again or not parity):
-        parity = parity_runs(work, given.steps, server())
+    compared_runs = list(PARITY)[: 1 if given.smoke else None] if given.steps else []
+    for row in parity_runs(work, given.steps, server(), [] if given.again else parity, compared_runs):
+        parity = [each for each in parity if each["name"] != row["name"]] + [row]
+        publish()
     shown = publish()
     print("\n\n".join(map(Table.text, shown)))
     if not all(row["same"] for row in parity):
-        raise SystemExit("the steps over a pipeline differ from those of one process")
+        raise SystemExit("the steps over ranks differ from those of one process")
 
 
 if __name__ == "__main__":

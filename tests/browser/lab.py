@@ -173,6 +173,23 @@ def until_step(output: Locator, least: int) -> None:
     )
 
 
+def under(page: Page, picture: Locator, across: float, up: float = 0.5) -> str | None:
+    """What is shown after the pointer has moved to a place in a picture, in shares of its width and height.
+
+    Where the picture is wider than its own place, as on a phone, that is scrolled first.
+    """
+    picture.evaluate(
+        "(image, across) => image.closest('[role=region]')?.scrollTo({left: across * (image.clientWidth - 300)})",
+        across,
+    )
+    box = picture.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + across * box["width"], box["y"] + up * box["height"])
+    shown = page.locator("i:hover").evaluate_all("found => found.map(one => getComputedStyle(one, '::after').content)")
+    assert len(shown) <= 1
+    return str(json.loads(shown[0].replace("\\a ", "\\n"))) if shown else None
+
+
 def issues(page: Page, part: str = "body") -> list[str]:
     """What axe finds serious or critical, in the page or in parts of it."""
     # JupyterLab's body is empty but for what is placed over it: axe takes all of that for clipped, and looks at no contrast.

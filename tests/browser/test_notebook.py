@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_step
+from lab import Notebook, browsing, issues, serving, shut_down, step_of, under, until_step
 from playwright.sync_api import Page, expect
 from programs import left_of
 
@@ -160,7 +160,16 @@ def test_explorers_answer_and_stay(desk: Desk) -> None:
         expect(picture).not_to_have_attribute("alt", before)
     expect(panel).to_contain_text("toolkit forecast --hardware '2x A100-80GB' --sharding zero1")
 
-    expect(notebook.run(2).get_by_role("slider")).to_have_count(6)
+    others = notebook.run(2)
+    expect(others.get_by_role("slider")).to_have_count(6)
+
+    # A pointer over a curve shows the values nearest to it; beside the axes, nothing.
+    curve = others.locator(".toolkit-curve img").first
+    curve.scroll_into_view_if_needed()
+    near = (under(page, curve, 0.5) or "").splitlines()
+    assert near
+    assert [line for line in near if not re.fullmatch(r"\w+: [\d.]+ [GM]iB", line)] == []
+    assert under(page, curve, 0.5, up=0.02) is None
     assert issues(page, ".jp-OutputArea") == []
 
     # On a phone: every control lies within its panel, with its number.

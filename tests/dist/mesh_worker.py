@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import collectives
 import matrix_worker
 import ranks
 
@@ -109,7 +111,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.training.loop import train
     from toolkit.training.metrics import evaluate
     from toolkit.training.preparation import audit
-    from toolkit.training.replicas import differing_replicas
+    from toolkit.training.replicas import wrong_parts
 
     spec, strategy = describe(cell["folder"]), Strategy(**cell["strategy"])
     rank, dp_size = (
@@ -130,15 +132,19 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if cell.get("own"):
         return own_loop(ours, schedule, spec.vocab, cell["upto"])
     batches = loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are, accumulation)
-    for step in train(ours, batches, schedule, start=start):
-        steps.append([step.loss, step.grad_norm, step.tokens])
-        loads.append(step.experts)
-        if step.step in (start + 1, cell["upto"]):  # at the end, too, replicas are equal
-            audit(ours, gradients=step.gradients)
-        if saver and step.step in cell.get("saves", ()):
-            saver.save(step.step)
-        if step.step == cell["upto"]:
-            break
+    if saver and start in cell.get("saves", ()):  # what was read, as this strategy writes it
+        saver.save(start)
+    called = collectives.Collectives(ours.job.ranks)
+    with called if cell.get("counts") else contextlib.nullcontext():
+        for step in train(ours, batches, schedule, start=start):
+            steps.append([step.loss, step.grad_norm, step.tokens])
+            loads.append(step.experts)
+            if step.step in (start + 1, cell["upto"]):  # at the end, too, replicas are equal
+                audit(ours, gradients=step.gradients)
+            if saver and step.step in cell.get("saves", ()):
+                saver.save(step.step)
+            if step.step == cell["upto"]:
+                break
     hooks = (hook for module in ours.model.modules() for hook in module._forward_pre_hooks.values())
     assert not any("ExpertLoad" in getattr(hook, "__qualname__", "") for hook in hooks), "the loop has ended"
     if saver:
@@ -146,12 +152,14 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
     counted = gather_object([ours.job.engine.counters(ours).steps])
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads, "counted": counted}
+    measured["calls"], measured["sent"] = called.number, called.bytes
+    measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)
     measured["recomputed"] = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
     if "spoil" in cell:  # as a gradient would that one rank reduces otherwise
         named = ours.model.named_parameters()
         next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)
-        measured["differing"] = differing_replicas(ours)
+        measured["differing"] = wrong_parts(ours)
     if "export" in cell:
         planned = save(ours, tokenizer, Path(cell["export"]))
         result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 
-from toolkit.checkpoints import read_manifest, validate
-from toolkit.checkpoints.stored_tensors import opened
+from toolkit.checkpoints import read_manifest
 
 pytestmark = pytest.mark.dist
 
@@ -84,19 +82,6 @@ def lives_of(root: Path) -> Lives:
     return lives
 
 
-def tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
-    assert validate(checkpoint) == []
-    manifest = read_manifest(checkpoint)
-    with opened(checkpoint, manifest) as stored:
-        return {(name, kind): stored.whole(name, kind) for name, about in manifest.tensors.items() for kind in about}
-
-
-def differing(one: Path, other: Path) -> list[tuple[str, str]]:
-    mine, theirs = tensors(one), tensors(other)
-    assert mine.keys() == theirs.keys()
-    return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
-
-
 def test_a_resumed_run_is_the_run_that_was_never_stopped(lives_of: Lives, root: Path) -> None:
     runs = {name: lives for name, lives in lives_of.items() if not name.startswith("chain")}
     assert len(runs) == 3 + 12 + 7 + 2 + 3
@@ -105,13 +90,13 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(lives_of: Lives, root: 
         assert resumed["steps"] == whole["steps"][2:], name  # losses, norms and rates, to the last bit
         assert resumed["drawn"] == whole["drawn"], name
         last = "step-00000004"
-        assert not differing(root / name / "whole" / last, root / name / "resumed" / last), name
+        assert not tiny.differing(root / name / "whole" / last, root / name / "resumed" / last), name
 
 
 def test_weights_and_moments_move_between_strategies_bit_for_bit(lives_of: Lives, root: Path) -> None:
     for place in range(1, len(CHAIN)):
         path = root / "chain" / str(place) / "step-00000002"
-        assert not differing(root / "chain" / "0" / "step-00000002", path), CHAIN[place]
+        assert not tiny.differing(root / "chain" / "0" / "step-00000002", path), CHAIN[place]
 
 
 def test_a_run_goes_on_under_another_strategy(lives_of: Lives) -> None:
@@ -130,14 +115,16 @@ def test_every_rank_writes_its_part_alone(lives_of: Lives, root: Path) -> None:
         sizes = [path.stat().st_size for path in sorted(checkpoint.glob("rank-*.safetensors"))]
         assert len(sizes) == 2
         # Elements are written once: 12 bytes each. The generators' states and the headers come on top.
-        elements = sum(tensor.numel() for (_, kind), tensor in tensors(checkpoint).items() if kind == "weight")
+        elements = sum(
+            tensor.numel() for (_, kind), tensor in tiny.stored_tensors(checkpoint).items() if kind == "weight"
+        )
         assert 12 * elements < sum(sizes) < 12 * elements + 2 * 64 * 1024
         assert max(sizes) < 1.1 * sum(sizes) / 2
 
 
 def test_persistent_buffers_are_in_a_checkpoint_once(lives_of: Lives, root: Path) -> None:
     checkpoint = root / "2 fsdp buffers" / "whole" / "step-00000004"
-    assert [name for name, kind in tensors(checkpoint) if kind == "buffer"]
+    assert [name for name, kind in tiny.stored_tensors(checkpoint) if kind == "buffer"]
 
 
 def test_an_adapters_checkpoint_holds_the_adapter_alone(lives_of: Lives, root: Path) -> None:

@@ -40,7 +40,7 @@ def gave(root: Path) -> Gave:
         return {"name": name, "folder": str(root / model), "strategy": strategy, "upto": upto, **more}
 
     both = {**TP, "sharding": "fsdp"}
-    whole = [cell("llama", "llama", LORA, export="llama-1"), cell("phi3", "phi3", LORA)]
+    whole = [cell("llama", "llama", LORA, export="llama-1"), cell("phi3", "phi3", LORA), cell("phi3 whole", "phi3", {})]
     heads = [("heads", {}), ("lora heads", DROPPED)]
     whole += [cell("ddp", "llama", {}), *(cell(name, "heads", strategy) for name, strategy in heads)]
     groups = [
@@ -50,7 +50,8 @@ def gave(root: Path) -> Gave:
             [
                 cell("llama", "llama", TP, into="tp", saves=[2], export="llama-2", spoil="0.mlp.up_proj.lora_A.default.weight"),
                 cell("dropped", "llama", {**DROPPED, "tp": 2, "activation_checkpointing": "full"}, upto=20),
-                cell("to fsdp", "llama", {**LORA, "sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[3]),
+                cell("to fsdp", "llama", {**LORA, "sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[2, 3]),
+                cell("phi3 whole", "phi3", {"tp": 2}, into="phi3-2", saves=[2]),
             ],
         ),
         (
@@ -68,6 +69,7 @@ def gave(root: Path) -> Gave:
             [
                 cell("to one", "llama", LORA, **{"from": "tp/step-00000002"}),
                 cell("of ddp", "llama", {}, **{"from": "ddp/step-00000002"}),
+                cell("of phi3", "phi3", {}, **{"from": "phi3-2/step-00000002"}, into="phi3-1", saves=[2]),
             ],
         ),
     ]  # fmt: skip
@@ -76,7 +78,16 @@ def gave(root: Path) -> Gave:
 
 @pytest.mark.parametrize(
     ("count", "name"),
-    [(2, "llama"), (2, "dropped"), (4, "llama"), (4, "phi3"), (4, "heads"), (4, "lora heads"), (4, "ddp")],
+    [
+        (2, "llama"),
+        (2, "dropped"),
+        (2, "phi3 whole"),
+        (4, "llama"),
+        (4, "phi3"),
+        (4, "heads"),
+        (4, "lora heads"),
+        (4, "ddp"),
+    ],
 )
 def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name: str) -> None:
     """With dropout, too: all replicas still have equal bits after 20 steps, or the worker's audit would have failed."""
@@ -96,11 +107,26 @@ def test_a_replica_with_other_values_is_found(gave: Gave) -> None:
 
 @pytest.mark.parametrize(
     ("count", "name", "reference"),
-    [(2, "to fsdp", "llama"), (4, "and back", "llama"), (1, "to one", "llama"), (1, "of ddp", "ddp")],
+    [
+        (2, "to fsdp", "llama"),
+        (4, "and back", "llama"),
+        (1, "to one", "llama"),
+        (1, "of ddp", "ddp"),
+        (1, "of phi3", "phi3 whole"),
+    ],
 )
 def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str, reference: str) -> None:
     result = gave[count, name]["steps"]
     tiny.assert_same(result, gave[1, reference]["steps"][-len(result) :])
+
+
+@pytest.mark.parametrize(("one", "other"), [("tp", "fsdp"), ("phi3-2", "phi3-1")])
+def test_weights_and_moments_are_read_bit_for_bit_under_another_layout(
+    gave: Gave, root: Path, one: str, other: str
+) -> None:
+    """Those of a Phi-3 have joined matrices; those of an adapter its two halves."""
+    assert gave
+    assert not tiny.differing(root / one / "step-00000002", root / other / "step-00000002")
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -283,6 +283,26 @@ def assert_same(result: list[list[float]], expected: list[list[float]]) -> None:
         assert ours[2] == theirs[2]
 
 
+def stored_tensors(checkpoint: Path) -> dict[tuple[str, str], Any]:
+    """Every whole tensor of a valid checkpoint, by name and kind."""
+    from toolkit.checkpoints import read_manifest, validate
+    from toolkit.checkpoints.stored_tensors import opened
+
+    assert validate(checkpoint) == []
+    manifest = read_manifest(checkpoint)
+    with opened(checkpoint, manifest) as stored:
+        return {(name, kind): stored.whole(name, kind) for name, about in manifest.tensors.items() for kind in about}
+
+
+def differing(one: Path, other: Path) -> list[tuple[str, str]]:
+    """The tensors of two checkpoints that have other bits: parameters, masters, moments and buffers."""
+    import torch
+
+    mine, theirs = stored_tensors(one), stored_tensors(other)
+    assert mine.keys() == theirs.keys()
+    return [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+
+
 def assert_alike(
     result: dict[str, Any], reference: dict[str, Any], *, bytes_too: bool = False, where: str = ""
 ) -> None:

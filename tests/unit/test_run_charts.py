@@ -45,12 +45,13 @@ def test_a_run_has_a_picture_of_each_figure_that_its_steps_have(tmp_path: Path) 
 def test_the_load_of_experts_is_shown_for_each_layer(tmp_path: Path) -> None:
     """In the live view and the report. What no run writes is left out."""
     load = {"tokens": [64.0, 64.0], "most": [1.5, 2.0], "idle": [0.0, 0.25], "imbalance": 1.25}
-    loads: list[Any] = [load, {**load, "most": [2.5, 2.0], "imbalance": 1.75}]
+    load["layer_imbalance"] = 1.5
+    loads: list[Any] = [load, {**load, "most": [2.5, 2.0], "imbalance": 1.75, "layer_imbalance": 2.0}]
     write(tmp_path / "run", [event(step, experts=load) for step, load in enumerate(loads, start=1)])
     shown, report = tk.attach(tmp_path / "run").view(), tk.report(tmp_path / "run").page()
     assert "Largest expert load / mean" in titles(shown)
     for text in (shown, report):
-        assert "The rank with most tokens got 1.50 times the mean of the ranks." in text
+        assert "The rank with most tokens got 1.50 times the mean of the ranks, 1.75 in its fullest layer." in text
         assert "0 64.0 2.00 0% 1 64.0 2.00 25%" in re.sub(r"\s*(<[^>]*>\s*)+", " ", text)
     for number, crafted in enumerate((7, {"tokens": 3}, {"tokens": [1], "most": ["a"], "idle": [0]})):
         write(tmp_path / f"{number}", [event(step, experts=crafted) for step in (1, 2)])

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from toolkit.checkpoints.stored_tensors import StoredTensors, opened
 from toolkit.config.parallelism import Parallelism
 from toolkit.core.errors import CheckpointError
 from toolkit.engines.shards import (
+    PARAMETER,
     Box,
     Shard,
     box_elements,
@@ -34,6 +36,7 @@ from toolkit.engines.shards import (
     uncovered,
     whole_box,
 )
+from toolkit.training.replicas import wrong_parts
 
 
 class Operations(TorchDispatchMode):
@@ -333,3 +336,18 @@ def test_replicas_are_divided_evenly_in_whole_rows_where_that_is_even(shape: tup
     shares = [item.divide(at, 2) for at in range(2)]
     assert {share.region.length for share in shares if share} == {math.prod(shape) // 2}
     assert all(box_shape(share.region.box)[1 - dim] == shape[1 - dim] for share in shares if share)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (((0, 2), (2, 2)), None),
+        (((0, 2), (3, 1)), "the ranks hold 6 of the 8 elements of w"),
+        (((0, 3), (2, 2)), "the ranks hold 10 of the 8 elements of w"),
+    ],
+)
+def test_parts_that_do_not_make_up_a_tensor_are_named(rows: Sequence[tuple[int, int]], message: str | None) -> None:
+    held = [Shard("w", PARAMETER, (4, 2), (part, (0, 2)), 0, torch.zeros(part[1], 2)) for part in rows]
+    engine = SimpleNamespace(shards=lambda prepared: held)
+    ours: Any = SimpleNamespace(job=SimpleNamespace(engine=engine), accelerator=SimpleNamespace(process_index=0))
+    assert wrong_parts(ours) == ([message] if message else [])

@@ -22,6 +22,7 @@ from toolkit.engines.resolution import accelerate_config, default_ranks, resolve
 from toolkit.engines.states import parameters_of
 from toolkit.forecasting.memory import all_steps, replay_ranks, traced, whole_step
 from toolkit.models import ModelSpec
+from toolkit.training.accelerators import guard_command
 from toolkit.training.setup import agree
 
 MACHINE = "8x H100-80GB"
@@ -149,8 +150,8 @@ def test_transfers_follow_the_plan(spec: ModelSpec) -> None:
     # An all-reduce of two ranks sends a tensor once: the embedding, and two a layer.
     assert sent[0].size == tokens * (1 + 2 * 2) * 64 * 2
     assert sent[1].size == tokens * 257 * 2 / 2
-    # The gradient of the input of the head, of three projections and of two in each layer.
-    assert sent[2].size == tokens * (1 + 5 * 2) * 64 * 2
+    # The gradient of the input of the head, and of attention and MLP in each layer.
+    assert sent[2].size == tokens * (1 + 2 * 2) * 64 * 2
     assert {one.times for one in sent} == {2}
 
 
@@ -238,6 +239,11 @@ def test_a_worker_finds_what_was_launched() -> None:
     assert written["distributed_type"] == "FSDP"
     assert "parallelism_config" not in written
     assert accelerate_config(Strategy(tp=2), 2)["distributed_type"] == "MULTI_GPU"
+
+
+def test_an_own_loop_names_the_guard(spec: ModelSpec) -> None:
+    assert guard_command(job_of(spec)) == f"toolkit guard {spec.name} --sharding fsdp --tp 2"
+    assert guard_command(job_of(spec, tp=1)) == ""
 
 
 def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:

@@ -61,8 +61,9 @@ def forecast(
         num_checkpoints: checkpoints that the run writes. Each is copied to host memory first. CPU ranks keep that copy for the next
             one: with 2 or more it is counted in every step.
         allow_unquantized: QLoRA even where more than half of the weights stay unquantized.
-        expert_imbalance: with expert parallelism, the tokens of the rank with most, divided by the mean of the ranks. A run's
-            `events.jsonl` has it.
+        expert_imbalance: with expert parallelism, the tokens of the rank with most, divided by the mean of the ranks, in every
+            layer. A run's `events.jsonl` has it: `layer_imbalance` for a run with full activation checkpointing, where the fullest
+            layer makes the peak; `imbalance` for one that keeps the activations of all layers.
         advice: whether to search for the smallest change that fits, if this does not fit.
 
     Raises:

@@ -191,7 +191,7 @@ def distribute(model: Any, mesh: Any, spec: ModelSpec, expert_imbalance: float =
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
+    from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed, share_inputs
     from toolkit.forecasting.fake_kernels import register_exchange
 
     register_summed()
@@ -209,6 +209,7 @@ def distribute(model: Any, mesh: Any, spec: ModelSpec, expert_imbalance: float =
     plan, experts, _ = model._resolve_parallel_plans(sizes)
     if tp.size() > 1:
         apply_tensor_parallelism(model, tp, plan)
+        share_inputs(model, spec, degrees, tp)
     if ep.size() > 1:
         apply_expert_parallelism(model, ep, tp, experts, register_exchange(expert_imbalance))
 

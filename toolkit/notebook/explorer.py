@@ -85,6 +85,9 @@ class Explorer(AnswerPanel):
     def _compute(self) -> Any:
         return VIEWS[self.kind][0](self.state)
 
+    def _key(self) -> Any:
+        return tuple(self.state.values.items()) if self.state.run is None else None  # a run may still be running
+
     def _command(self) -> str:
         return command(self.kind, self.state)
 

@@ -45,8 +45,14 @@ def experts_table(steps: Sequence[Mapping[str, Any]]) -> Table | None:
     rows = [
         (f"{layer}", f"{tokens:,.1f}", f"{most:.2f}", f"{idle:.0%}") for layer, (tokens, most, idle) in enumerate(loads)
     ]
-    ranks = [share for load in _loads(steps) if isinstance(share := load.get("imbalance"), float)]
-    imbalance = f" The rank with most tokens got {fmean(ranks):.2f} times the mean of the ranks." if ranks else ""
+    pairs = [(load.get("imbalance"), load.get("layer_imbalance")) for load in _loads(steps)]
+    known = [(share, most) for share, most in pairs if isinstance(share, float) and isinstance(most, float)]
+    imbalance = ""
+    if known:
+        share, most = map(fmean, zip(*known, strict=True))
+        imbalance = (
+            f" The rank with most tokens got {share:.2f} times the mean of the ranks, {most:.2f} in its fullest layer."
+        )
     return Table(
         title="Load of the experts",
         columns=("layer with experts", "tokens of an expert", "largest / mean", "idle experts"),

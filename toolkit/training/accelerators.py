@@ -9,6 +9,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+from toolkit.config.fields import differing
+from toolkit.config.flags import spell
 from toolkit.core.errors import RunError, StrategyError, ToolkitError
 from toolkit.core.phases import phase
 from toolkit.core.process_lifecycle import freed_at_once
@@ -37,6 +39,17 @@ from toolkit.transforms.checkpointing import checkpoint_in_training_only
 
 if TYPE_CHECKING:
     import torch
+
+
+CUTS = ("tp", "cp", "ep", "pp")
+"""Degrees of a cut over ranks."""
+
+
+def guard_command(job: Job) -> str:
+    """Return the command that compares a job's cut of its model with one process; empty for a job that cuts nothing."""
+    name = job.spec.name if job.spec is not None else "MODEL"
+    fields = {name: value for name, value in differing(job.strategy).items() if name in CUTS}
+    return " ".join(["toolkit guard", name, *spell({"sharding": job.strategy.sharding, **fields})]) if fields else ""
 
 
 @cache
@@ -203,6 +216,8 @@ class AuditedPrepare(OwnLoop):
                 f"prepare: each step clips the gradient norm at {limit:g}, with and without clip_grad_norm_. "
                 "tk.TrainConfig(max_grad_norm=0) clips nothing."
             )
+        if new and (command := guard_command(self.job)):
+            self.print(f"prepare: nothing compares this cut with one process, as toolkit train does. `{command}` does.")
         return result
 
     def _complete(self, prepared: Prepared, given: GivenWeights) -> None:

@@ -71,11 +71,12 @@ class ExpertLoad:
 
         Returns:
             Of each layer `tokens` of an expert on average, `most` of one over that, the share of `idle` ones. With expert
-            parallelism `imbalance`: the tokens of the rank with most, over all layers, divided by the mean of the ranks.
+            parallelism `imbalance`: the tokens of the rank with most, over all layers, divided by the mean of the ranks; and
+            `layer_imbalance`: the same of the layer where it is largest.
         """
         if sent is None:
             return {}
-        values, begin, ranks = sent.read(), 0, [0] * self._ep
+        values, begin, highest, ranks = sent.read(), 0, 1.0, [0] * self._ep
         load: dict[str, list[float]] = {"tokens": [], "most": [], "idle": []}
         for layer in self._layers:
             counts = values[begin : begin + len(layer)]
@@ -83,9 +84,15 @@ class ExpertLoad:
             load["tokens"].append(round(total / len(counts), 2))
             load["most"].append(round(max(counts) * len(counts) / max(1, total), 3))
             load["idle"].append(round(counts.count(0) / len(counts), 4))
-            ranks = [tokens + sum(counts[rank * each : (rank + 1) * each]) for rank, tokens in enumerate(ranks)]
-        imbalance = {"imbalance": round(max(ranks) * self._ep / max(1, sum(ranks)), 4)} if self._ep > 1 else {}
-        return {**load, **imbalance}
+            own = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(self._ep)]
+            ranks, highest = [sum(pair) for pair in zip(ranks, own, strict=True)], max(highest, self._over_mean(own))
+        if self._ep == 1:
+            return load
+        return {**load, "imbalance": round(self._over_mean(ranks), 4), "layer_imbalance": round(highest, 4)}
+
+    def _over_mean(self, ranks: Sequence[int]) -> float:
+        """Return the largest of the ranks' tokens, divided by their mean."""
+        return max(ranks) * self._ep / max(1, sum(ranks))
 
     def close(self) -> None:
         """Remove the hooks: a model may be trained again."""

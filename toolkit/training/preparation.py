@@ -24,7 +24,7 @@ from toolkit.models.hf_loading import read_pretrained
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.run_lock import RUN_DIR
 from toolkit.training.given_weights import GivenWeights, bits_of
-from toolkit.training.replicas import differing_replicas
+from toolkit.training.replicas import wrong_parts
 from toolkit.training.streamed_weights import StreamedWeights
 from toolkit.transforms.adapters import quantization
 
@@ -224,7 +224,7 @@ def audit(prepared: Prepared, *, gradients: str | None = None) -> Audit:
     result = Audit(engine=name, ranks=ranks, measured=state, expected=expected, note=engine.within_step(job))
     wrong = engine.check(prepared)
     if gradients is not None and ranks > 1:
-        wrong += differing_replicas(prepared)
+        wrong += wrong_parts(prepared)
     if result.ranks != job.ranks:
         wrong.append(f"world size is {result.ranks}, expected {job.ranks}")
     if expected is not None:

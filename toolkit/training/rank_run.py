@@ -47,7 +47,7 @@ from toolkit.training.checkpoint_policy import CheckpointPolicy, is_due
 from toolkit.training.metrics import StepLog, evaluate
 from toolkit.training.preflight import PREPARED, run_preflight, versions, with_forecast
 from toolkit.training.preparation import Audit, audit
-from toolkit.training.replicas import differing_replicas
+from toolkit.training.replicas import wrong_parts
 from toolkit.training.resumption import (
     check_not_repeated,
     commit_attempt,
@@ -328,7 +328,7 @@ class RankRun:
         self.window.step_done(step.step)
         if self._audit is None and not step.skipped:
             self._audit = audit(prepared, gradients=step.gradients)
-        elif step.step == self.start + 2 and (wrong := differing_replicas(prepared)):
+        elif step.step == self.start + 2 and (wrong := wrong_parts(prepared)):
             # An adapter's first half has no gradient in the first step.
             raise StrategyMismatch(
                 f"after step {step.step}: {'; '.join(wrong)}. Expected equal ones: please report it."

@@ -23,7 +23,7 @@ from toolkit.engines.mesh.plan import (
     style_of,
     transfers,
 )
-from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed
+from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed, share_inputs
 from toolkit.engines.optimizer_step import average_gradients, scale_gradients, total_norm
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
@@ -186,6 +186,8 @@ class Mesh(Engine):
         self._replicas = None if self.sharded or copies == 1 else mesh.get_mesh("dp_replicate").get_group()
         if shared:
             group_heads(model, job.spec, sizes)
+        if sizes.tp > 1:
+            share_inputs(model, job.spec, sizes, mesh.get_mesh("tp"))
         # Saving would gather the model once more, which the export has done.
         model.config.distributed_config = None
         return model
@@ -256,6 +258,7 @@ class Mesh(Engine):
         apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if is_held(name)})
         if shared:
             group_heads(model, job.spec, job.parallelism)
+        share_inputs(model, job.spec, job.parallelism, mesh)
 
 
 def parts_of(tensor: Any, group: str) -> int:

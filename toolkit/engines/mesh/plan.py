@@ -20,6 +20,8 @@ SHARED = "colwise_shared_heads"
 """Splits keys and values where several ranks use one head: its output is that head, whole on each of them."""
 COLWISE = ("colwise", "colwise_gather_output", "embedding_rowwise", SHARED)
 """Styles that split the first dimension of a weight, and of a bias."""
+PRODUCTS = tuple(style for style in COLWISE if style != "embedding_rowwise")
+"""Those of matrix products: their inputs' gradients are sums over the ranks."""
 ROWWISE = ("rowwise", "rowwise_split_input")
 """Styles that split the second dimension of a weight; a bias stays whole. The second takes a whole input (Phi-3)."""
 SUMMED = "replicated_with_grad_allreduce"
@@ -32,6 +34,9 @@ ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
 
 PART = re.compile(r"(.+\.\d+\.[^.]+)\.")
 """The part of a layer that a parameter is in."""
+LAYER = re.compile(r"(.+?\.\d+)\.")
+NORM_BEHIND = re.compile(r"\.post_(feedforward|mlp|ff)\w*norm")
+"""A layer, and a norm of what its last part gives."""
 
 SUPPORTED = {
     "sharding": ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
@@ -236,9 +241,9 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     """Return what a rank sends inside its tensor- and its expert-parallel group in a step. Nothing computes meanwhile.
 
     An all-reduce sends 2 (N - 1)/N of a tensor, an all-gather (N - 1)/N. Under autocast the embedding's sum and the
-    gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers. An exchange of tokens sends
-    (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is balanced. All wait for the
-    rank with the most tokens.
+    gradients of activations are in fp32. Activation checkpointing repeats the forward of the layers, without its last sum. An
+    exchange of tokens sends (N - 1)/N of them, to the experts and back, in the forward and in the backward, if the router is
+    balanced. All wait for the rank with the most tokens.
     """
     spec, tp = job.spec, job.parallelism.tp
     assert spec is not None
@@ -247,30 +252,33 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     compute = BYTES_OF[job.compute_dtype]
     widest = BYTES_OF[job.weight_dtype] if autocast else compute
     repeated = 1 + job.strategy.recomputed_share
+    rank, targets = job.strategy.lora_rank, set[str]()
+    if job.strategy.adapter != "none":
+        targets = {f"{name}.weight" for name in adapted(spec, job.strategy.lora_targets)}
+    once = _last_sums(spec, plan) - targets
     summed = gathered = backward = scattered = 0.0
     inputs: dict[str, float] = {}
+    taken: dict[tuple[str, int], float] = {}
     for name, shape in _weights(spec):
         style, part = style_of(name, plan), PART.match(name) if job.strategy.tp_sequence else None
+        times = 1 if name in once else repeated
         if part and style in COLWISE:
             inputs[part[1]] = tokens * shape[1] * widest
         elif part and style in ROWWISE:
-            scattered += (repeated + 1) * tokens * shape[0] * compute
+            scattered += (times + 1) * tokens * shape[0] * compute
         elif style in ROWWISE:
-            summed += repeated * tokens * shape[0] * compute
+            summed += times * tokens * shape[0] * compute
             gathered += tokens * shape[1] * compute if style != ROWWISE[0] else 0  # gradients of the whole input
         elif style == "embedding_rowwise":
             summed += tokens * shape[1] * widest
-        elif style in COLWISE:
-            backward += tokens * shape[1] * widest
+        elif style in COLWISE:  # products of one module take one input
+            taken[name.rsplit(".", 2)[0], shape[1]] = tokens * shape[1] * widest
             if style == GATHERED and shape[0] != spec.vocab:
                 gathered += repeated * tokens * shape[0] * compute
             elif style == GATHERED and job.strategy.loss == "whole":
                 gathered += tokens * shape[0] * compute
             elif style == SHARED:  # and its gradients are reduce-scattered
                 gathered += (repeated + 1) * tokens * shape[0] * compute
-    rank, targets = job.strategy.lora_rank, set[str]()
-    if job.strategy.adapter != "none":
-        targets = {f"{name}.weight" for name in adapted(spec, job.strategy.lora_targets)}
     for name, shape in ((name, shape) for name, shape in _weights(spec) if name in targets):
         style = style_of(name, plan)
         if style in (COLWISE[0], SHARED):
@@ -282,6 +290,7 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
             gathered += repeated * rank * shape[0 if style in COLWISE else 1] * widest
     if inputs:  # the stream is split once and gathered once, too
         scattered += (repeated + 1) * sum(inputs.values()) + 2 * tokens * spec.hidden * widest
+    backward += sum(taken.values())
     share, micro = (tp - 1) / tp, job.train_config.accumulation
     dense = [
         Transfer(2 * share * summed, micro, "nothing", "tp", "activations, all-reduced in the tp group"),
@@ -296,6 +305,22 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
     routed = len({name.rpartition(".")[0] for name in names if style_of(name, plan) == EXPERTS})
     experts = _expert_transfers(job, spec, (1 + repeated) * routed * tokens * spec.hidden * compute)
     return [*dense, *experts] if tp > 1 else experts[:1]
+
+
+def _last_sums(spec: ModelSpec, plan: Mapping[str, str]) -> set[str]:
+    """Return each layer's last product that is split by inputs, where the backward needs nothing behind it.
+
+    torch ends a recomputation with the last tensor that the backward needs, here that product's input.
+    """
+    last = {
+        layer[1]: name for name, _ in _weights(spec) if (layer := LAYER.match(name)) and style_of(name, plan) in ROWWISE
+    }
+    needed = {
+        layer[1]
+        for name in (parameter.name for parameter in spec.parameters)
+        if (layer := LAYER.match(name)) and (NORM_BEHIND.search(name) or style_of(name, plan) == EXPERTS)
+    }
+    return {name for layer, name in last.items() if layer not in needed}
 
 
 def _expert_transfers(job: Job, spec: ModelSpec, rows: float) -> list[Transfer]:

@@ -1,11 +1,11 @@
-"""Styles of a plan in the place of transformers' own, and one that it has not."""
+"""Styles of a plan in the place of transformers' own, one that it has not, and one sum of gradients for products of one input."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.parallelism import Parallelism
-from toolkit.engines.mesh.plan import SHARED, plan_of
+from toolkit.engines.mesh.plan import PRODUCTS, SHARED, plan_of, style_of
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -43,6 +43,51 @@ def group_heads(model: torch.nn.Module, spec: ModelSpec, sizes: Parallelism) -> 
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = spec.heads // sizes.tp
+
+
+def share_inputs(model: torch.nn.Module, spec: ModelSpec, sizes: Parallelism, mesh: Any) -> None:
+    """Sum the gradients of an input once a part of a layer, not once for each of its products: Megatron-LM's f.
+
+    transformers makes a DTensor of the input for each product that is split by outputs, and the backward all-reduces each one's
+    gradient: five in a layer of a Llama, where two are needed. Here queries, keys and values share one, and so do gate and up.
+    What else takes the input keeps the tensor itself. Call it before adapters are added: their products stay inside.
+    """
+    plan = plan_of(spec, sizes)
+    for name, part in model.named_modules():
+        leaves = [each for leaf, each in part.named_children() if style_of(f"{name}.{leaf}.weight", plan) in PRODUCTS]
+        if len(leaves) > 1:
+            shared = _SharedInput(mesh)
+            part.register_forward_pre_hook(shared.begin)
+            part.register_forward_hook(shared.end, always_call=True)  # recomputation stops in the middle
+            for leaf in leaves:
+                leaf.register_forward_pre_hook(shared.replace)
+
+
+class _SharedInput:
+    """The input that several products take, as one DTensor, while the module around them runs."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self._runs = False
+        self._made: tuple[Any, Any] = (None, None)
+        """The last input, and its DTensor. Both are dropped with the forward: they would hold its activations."""
+
+    def begin(self, *_: Any) -> None:
+        self._runs = True
+
+    def end(self, *_: Any) -> None:
+        self._runs, self._made = False, (None, None)
+
+    def replace(self, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        import torch
+        from torch.distributed.tensor import DTensor, Replicate
+
+        given, *rest = args
+        if not self._runs or not torch.is_grad_enabled() or isinstance(given, DTensor):
+            return None
+        if self._made[0] is not given:
+            self._made = given, DTensor.from_local(given, self._mesh, [Replicate()], run_check=False)
+        return (self._made[1], *rest)
 
 
 def register_summed() -> None:
