@@ -69,10 +69,9 @@ class SimulatedPipeline(Engine):
             own *= job.parallelism.shard_size  # in `prepare` it is sharded
         ledger.enter("load")
         ledger.offload("parameters", own)
-        # On a CPU it is a view of the mapped file at first, from which it is copied.
-        ledger.touch_host(
-            "workspace", max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
-        )
+        if not ledger.shared:  # on a CPU it is copied from the mapped file
+            largest = max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
+            ledger.touch_host("workspace", largest)
         ledger.enter("prepare")
         ledger.offload("parameters", -own)
         ledger.hold("parameters", own)
