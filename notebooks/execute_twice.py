@@ -4,7 +4,7 @@
     python notebooks/execute_twice.py 01 06    # these alone
 
 A row for the same source and parameters, these versions and this machine is not measured again. `make test` executes each notebook
-once, and some of them twice.
+once, and one of them twice.
 """
 
 from __future__ import annotations

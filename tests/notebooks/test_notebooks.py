@@ -20,8 +20,8 @@ from execute import FOLDER, address, claims, colab_link, execute, install_cell, 
 from other_parameters import AGAIN, PARAMETERS, execute_with_others
 
 SOURCES = sources()
-TWICE = ("02_where_the_memory_goes", "03_load_a_large_model", "04_activations")
-"""Notebooks that are executed a second time here; those with more launches by `notebooks/execute_twice.py`."""
+TWICE = ("02_where_the_memory_goes",)
+"""The notebook that is executed a second time here, as a sample; the others by `notebooks/execute_twice.py`."""
 
 LARGEST = 500_000
 """Bytes of a notebook with its outputs."""
