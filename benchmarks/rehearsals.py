@@ -27,13 +27,13 @@ from toolkit.forecasting.prediction import resolve_request
 from toolkit.training.rehearsal import forecast_rank
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
-ROUTED = {"intermediate_size": 512, "num_key_value_heads": 4, "num_experts_per_tok": 2, "vocab_size": 16_384}
+ROUTED = {"intermediate_size": 128, "num_key_value_heads": 4, "num_experts_per_tok": 2, "vocab_size": 16_384}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**WIDE, "num_key_value_heads": 4, "vocab_size": 16_384},
     "qwen3": {**WIDE, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16_384, "tie_word_embeddings": True},
     "gpt_neox": {**WIDE, "vocab_size": 16_384},
-    "mixtral": {**WIDE, **ROUTED, "num_local_experts": 16},
-    "qwen3_moe": {**WIDE, **ROUTED, "head_dim": 64, "num_experts": 16, "moe_intermediate_size": 512},
+    "mixtral": {**WIDE, **ROUTED, "num_local_experts": 64},
+    "qwen3_moe": {**WIDE, **ROUTED, "head_dim": 64, "num_experts": 64, "moe_intermediate_size": 128},
 }
 """Model types, and values of their configs: wide enough that a rank of 1,024 holds a row of each matrix."""
 
@@ -80,10 +80,10 @@ CELLS: list[Cell] = [
     # Experts, with equally many tokens for each.
     ("mixtral", 64, 20, {"sharding": "fsdp", **BF16}),
     ("mixtral", 64, 5, {"sharding": "fsdp", "ep": 8}),
-    ("mixtral", 256, 100, {"sharding": "fsdp", "ep": 4, **BF16}),
-    ("mixtral", 1024, 1000, {"sharding": "fsdp", "ep": 8, "tp": 2, **BF16}),
-    ("mixtral", 128, 17, {"sharding": "fsdp_grad_op", "ep": 16, **PLAIN}),
-    ("qwen3_moe", 256, 9, {"sharding": "hsdp", "dp_replicate": 2, "ep": 4}),
+    ("mixtral", 64, 60, {"sharding": "fsdp", "ep": 16, **BF16}),
+    ("mixtral", 1024, 1000, {"sharding": "hsdp", "dp_replicate": 16, "ep": 8, "tp": 2, **BF16}),
+    ("mixtral", 64, 17, {"sharding": "fsdp_grad_op", "ep": 32, **PLAIN}),
+    ("qwen3_moe", 256, 9, {"sharding": "hsdp", "dp_replicate": 4, "ep": 8}),
     ("qwen3_moe", 64, 1, {"sharding": "fsdp", "ep": 4, "loss": "chunked"}),
 ]
 
@@ -148,7 +148,7 @@ def main() -> None:
     path: Path = given.results / "rehearsals.json"
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not given.again else {}
     here = {name: before.get(name) == about()[name] for name in ("versions", "machine")}
-    stored = {name_of(row): row for row in before.get("rows", []) if all(here.values()) and "peak_bytes" in row}
+    stored = {name_of(row): row for row in before.get("rows", []) if all(here.values()) and "commit" in row}
     rows: list[dict[str, Any]] = []
     for cell in CELLS[: given.cells]:
         name = name_of(dict(zip(("family", "ranks", "rank", "fields"), cell, strict=True)))

@@ -111,7 +111,7 @@ def test_a_rank_of_each_stage_holds_what_is_forecast(deep: ModelSpec, strategy: 
 )
 def test_experts_get_equally_many_tokens(tmp_path: Path, strategy: dict[str, Any]) -> None:
     """Zeros would send all tokens to the first experts."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8, "vocab_size": 8192}
+    shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 64, "num_local_experts": 64, "vocab_size": 8192}
     mixture = describe(str(tiny.mixtral(tmp_path / "mixtral", **shape)))
     assert 0.98 <= rehearse(mixture, Strategy(**strategy), BATCH, ranks=64, rank=21).ratio <= 1.02
 

@@ -148,7 +148,7 @@ def curve(
         whole = all(float(place).is_integer() for place in places)
         marked = names or {tick: f"{tick:,.10g}" for tick in _ticks(start, end, whole=whole, most=6 * width // WIDTH)}
         mark_places(axes, "x", marked)
-        for across, up, side, text in ((0, 1.04, "left", y), (1, -0.18, "right", x)):
+        for across, up, side, text in ((0, 1.04, "left", y), (1, -40 / heights[1], "right", x)):
             axes.text(across, up, text, transform=axes.transAxes, ha=side, size=12, color=QUIET)
         if not values:
             axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", size=13, color=QUIET)

@@ -170,6 +170,7 @@ class Reader:
             owner, _, leaf = name.rpartition(".")
             set_tensor(model, name, _placeholder(model.get_submodule(owner), leaf, parameter))
         model.tie_weights()
+        freeze(model, self.spec)
         return model
 
 
@@ -231,8 +232,7 @@ def _placeholder(module: Any, leaf: str, parameter: Any) -> Any:
         column = packed_shape(parameter.numel(), experts.dtype.itemsize)
         return torch.nn.Parameter(torch.zeros(1, 1, dtype=experts.dtype).expand(column), requires_grad=False)
     if type(parameter).__name__ != "Params4bit":
-        element = torch.zeros(1, dtype=parameter.dtype)
-        return torch.nn.Parameter(element.expand(parameter.shape), requires_grad=parameter.requires_grad)
+        return torch.nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape))
     storage: torch.dtype = parameter.quant_storage
     packed = ceil_div(module.in_features * module.out_features, 2 * storage.itemsize)
     options = {**parameter.__dict__, "bnb_quantized": True, "module": module}

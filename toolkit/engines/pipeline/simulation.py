@@ -69,10 +69,9 @@ class SimulatedPipeline(Engine):
             own *= job.parallelism.shard_size  # in `prepare` it is sharded
         ledger.enter("load")
         ledger.offload("parameters", own)
-        # On a CPU it is a view of the mapped file at first, from which it is copied.
-        ledger.touch_host(
-            "workspace", max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
-        )
+        if not ledger.shared:  # on a CPU it is copied from the mapped file
+            largest = max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
+            ledger.touch_host("workspace", largest)
         ledger.enter("prepare")
         ledger.offload("parameters", -own)
         ledger.hold("parameters", own)
@@ -114,14 +113,21 @@ class SimulatedPipeline(Engine):
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
-        """Return hidden states and their gradients, of a rank between two others, and the sum of a tied weight's gradients."""
+        """Return hidden states and their gradients, of a rank that sends most, and the sum of a tied weight's gradients."""
         assert job.spec is not None
-        micro, each = job.train_config.accumulation, len(job.settings["stages"]) // job.parallelism.pp
+        micro, last, pp = job.train_config.accumulation, len(job.settings["stages"]) - 1, job.parallelism.pp
+        held_by = [range(place, last + 1, pp) for place in range(pp)]
+        stages = max(held_by, key=lambda own: sum((stage < last) + (stage > 0) for stage in own))
         size = hidden_bytes(job)
         sent = [
-            Transfer(size, each * micro, SCHEDULE, "pp", "hidden states, to the next stage"),
-            Transfer(size, each * micro, SCHEDULE, "pp", "their gradients, to the stage before"),
+            Transfer(
+                size, micro * (len(stages) - (last in stages)), SCHEDULE, "pp", "hidden states, to the next stage"
+            ),
+            Transfer(
+                size, micro * (len(stages) - (0 in stages)), SCHEDULE, "pp", "their gradients, to the stage before"
+            ),
         ]
+        sent = [each for each in sent if each.times]
         twice = self._on_two_stages(job)
         tied = sum(state.bytes for state in parameters_of(job) if state.name in twice)
         own = [Transfer(tied, 1, "nothing", "pp", "gradients of a tied weight, all-reduced by its two stages")]
