@@ -194,10 +194,8 @@ class AuditedPrepare(OwnLoop):
     def _prepare_upstream(self, objects: Sequence[Any], models: Sequence[Any], placement: list[bool] | None) -> Any:
         """Call Accelerate's `prepare`. In a user's loop the new optimizers clip; lines say what is done besides."""
         optimizers, schedulers = list(self._optimizers), len(self._schedulers)
-        given = [
-            (optimizer, [[ref(parameter) for parameter in group["params"]] for group in optimizer.param_groups])
-            for optimizer in models_and_optimizers(objects)[1]
-        ]
+        _, own = models_and_optimizers(objects)
+        given = [(each, [[*map(ref, group["params"])] for group in each.param_groups]) for each in own]
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(self.job.engine.preparing(self.job, model))
