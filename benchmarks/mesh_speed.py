@@ -58,7 +58,7 @@ COUNTED: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"tp": 2, "tp_sequence": True, **COMMON, **FULL}, {"micro_batch": 2}),
     ({"cp": 2, "sharding": "ddp", **COMMON, **FULL, "cp_attention": "gather"}, {"micro_batch": 2, "accumulation": 2}),
 ]
-"""Strategies whose collectives are counted."""
+"""Strategies with counted collectives, and the rows of a step."""
 
 LOSSES = 1e-5
 """The largest relative difference of two loops' losses."""
