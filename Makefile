@@ -24,7 +24,7 @@ RESULTS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo test grid check docs matrix cards choose schemas dist lower-bounds notebooks screenshots system-packages
+.PHONY: demo test grid check style docs matrix cards choose schemas dist lower-bounds notebooks screenshots system-packages
 BIN := .venv/bin
 
 # DeepSpeed looks for ninja on the path.
@@ -37,14 +37,17 @@ demo: .venv/.installed
 	$(BIN)/toolkit compare $(DEMO) > runs/demo.log || { cat runs/demo.log; exit 1; }
 	@sed -n '/^Highest bytes of a rank/,$$p' runs/demo.log; echo "What each run printed: runs/demo.log"
 
+# One reads the code and the other builds the site: each keeps one core busy.
 check: .venv/.installed
+	$(MAKE) --no-print-directory -j2 style docs
+
+style: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	.ci/check-words
 	$(BIN)/python .ci/check-size
-	$(MAKE) --no-print-directory docs
 
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -69,6 +72,8 @@ grid: .venv/.installed
 	$(BIN)/python benchmarks/forecast_accuracy.py --runs 300
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/kill.py --meshes
+	$(BIN)/python benchmarks/script_exit.py
+	$(BIN)/python notebooks/execute_twice.py
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

@@ -36,7 +36,7 @@ from typing import Any
 
 from families import AXES, FAMILIES, RECENT, SHAPES, STEPS, VOCABULARY, Case, checkpoint, config_of, possible, spread
 from forking import Ranks, server
-from machine import NO_COMMIT, about, commit, parse, parser, write_results
+from machine import NO_COMMIT, about, commit, parse, parser, stored, write_results
 
 from toolkit.config.flags import spell
 from toolkit.core.display import Table
@@ -183,13 +183,7 @@ def others(rows: Sequence[Mapping[str, Any]], known: Mapping[str, dict[str, Any]
 
 def measured_before(path: Path) -> dict[str, dict[str, Any]]:
     """Runs of the results that lie there, where versions and machine are the same; `--again` measures them again."""
-    now = about()
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text())
-    if any(found[name] != now[name] for name in ("versions", "machine")):
-        return {}
-    return {name_of(row): row for row in found["runs"] if "measured_peak_bytes" in row}
+    return {name_of(row): row for row in stored(path).get("runs", []) if "measured_peak_bytes" in row}
 
 
 def all_measured(

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.process_lifecycle import import_libraries
+
 PATIENCE = 600.0
 """Seconds that a run may take."""
 
@@ -117,15 +119,7 @@ def _rank(order: Sequence[Any], rank: int, port: int) -> int:
 
 def serve() -> None:
     """Import, then fork for every line."""
-    import accelerate
-    import bitsandbytes
-    import deepspeed
-    import peft
-    import transformers
-
-    import toolkit.finetune  # noqa: F401
-
-    del accelerate, bitsandbytes, deepspeed, peft, transformers
+    import_libraries("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers", "toolkit.finetune")
     for line in sys.stdin:
         order = json.loads(line)
         port = _free_port()

@@ -4,7 +4,8 @@
     python benchmarks/kill.py --trials 200 --continue      # go on with what a stopped benchmark left in --work
     python benchmarks/kill.py --smoke                      # whether it still runs: one strike
     python benchmarks/kill.py --trials 4 --sharding zero2 --seed 17 --work /tmp/again    # the run that printed this
-    python benchmarks/kill.py --meshes                     # tp, cp, ep and pp; results into kill_meshes.json and .md
+    python benchmarks/kill.py --meshes                     # tp, cp, ep and pp; results into kill_meshes.json and .md. It goes on
+                                                           # with what these hold for these versions and this machine
 
 A trial is a strike: at one rank, at all ranks, at `accelerate launch` alone, or at the supervisor (`toolkit train`) alone.
 A run is struck once by each, in a random order. One strike in five falls into the start of an attempt, the others into its
@@ -31,7 +32,7 @@ from typing import Any
 
 from forking import server
 from kill_worker import KINDS, Victim, command, own_environ, ranks_of
-from machine import about, commit, parse, parser, write_results
+from machine import about, commit, parse, parser, stored, write_results
 
 from toolkit.checkpoints import folder_name, list_checkpoints
 from toolkit.core.atomic_io import append_line, read_events
@@ -92,6 +93,19 @@ def refer(arguments: argparse.Namespace, sharding: str) -> None:
         sys.exit(f"The run that is never stopped ended with {code}:\n{log.read_text()[-4000:]}")
 
 
+def results_name(arguments: argparse.Namespace) -> str:
+    """The results' files, without their ending."""
+    return "kill_meshes" if arguments.meshes else "kill"
+
+
+def done_before(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What `--meshes` need not do again: the stored runs of the same plan without a problem. `--again`: none."""
+    found = stored(arguments.results / f"{results_name(arguments)}.json")
+    same = all(found.get(name) == getattr(arguments, name) for name in PLAN if name != "commit")
+    goes_on = arguments.meshes and same and not arguments.again
+    return [run for run in found["runs"] if not run["problems"]] if goes_on else []
+
+
 def tables(runs: list[dict[str, Any]]) -> list[Table]:
     """By what was struck, and by strategy."""
     trials = [{**trial, "sharding": run["sharding"], "run": run} for run in runs for trial in run["trials"]]
@@ -129,10 +143,11 @@ def tables(runs: list[dict[str, Any]]) -> list[Table]:
     ]
 
 
-def publish(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
-    """Write both files, and show the tables."""
+def publish(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> str:
+    """Write both files. Return the tables."""
     asked = {name: getattr(arguments, name) for name in PLAN}
-    whole = {**about(), **asked, "trials_asked": arguments.trials, "runs": runs}
+    commits = {"commit": ", ".join(sorted({run["commit"] for run in runs}))}
+    whole = {**about(), **asked, **commits, "trials_asked": arguments.trials, "runs": runs}
     text = "\n\n".join(table.text() for table in tables(runs))
     failed = [f"- run {run['run']} ({run['sharding']}, --seed {run['seed']}): {why}" for run in runs
               for why in run["problems"]]  # fmt: skip
@@ -140,9 +155,8 @@ def publish(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
         "\n".join(failed)
         or f"No failure in {len(runs)} runs of {arguments.ranks} ranks{' or more' * arguments.meshes}, seeds from {arguments.seed}."
     )
-    name = "kill_meshes" if arguments.meshes else "kill"
-    write_results(arguments.results, name, "Killed and resumed", whole, text, said)
-    print(f"{text}\n\n{said}")
+    write_results(arguments.results, results_name(arguments), "Killed and resumed", whole, text, said)
+    return f"{text}\n\n{said}"
 
 
 def begin(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -174,29 +188,34 @@ def main() -> None:
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "toolkit-kill"), help="scratch folder")
     made.add_argument("--continue", dest="go_on", action="store_true", help="go on with what --work holds")
     made.add_argument("--meshes", action="store_true", help="degrees of parallelism, too")
+    made.add_argument("--again", action="store_true", help="of --meshes: do also what the results hold already")
     if "--meshes" in sys.argv[1:]:
-        made.set_defaults(**MESHES)
+        # A folder for each commit: a run is compared with one of the same code that was never stopped.
+        work = Path(tempfile.gettempdir(), f"toolkit-kill-meshes-{commit()[:12]}")
+        made.set_defaults(**MESHES, go_on=True, work=work)
     tiny = {"trials": 1, "sharding": "none", "ranks": 1, "steps": 6, "strikes": "supervisor", "start_seconds": 1.0}
     arguments = parse(made, **tiny, seed=STARTING)
     arguments.commit = commit()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the attempt that runs is ended, too
-    runs = begin(arguments)
-    words = arguments.sharding.split(",")
-    for word in words:
+    runs, words = done_before(arguments), arguments.sharding.split(",")
+    numbers = range(-(-arguments.trials // len(arguments.strikes.split(","))))
+    if {*numbers} - {run["run"] for run in runs}:
+        runs += [run for run in begin(arguments) if run["run"] not in {each["run"] for each in runs}]
+    left = [number for number in numbers if number not in {run["run"] for run in runs}]
+    for word in dict.fromkeys(words[number % len(words)] for number in left):
         refer(arguments, word)
-    for number in range(-(-arguments.trials // len(arguments.strikes.split(",")))):
-        if number in {run["run"] for run in runs}:
-            continue
+    for number in left:
         sharding = words[number % len(words)]
-        run = Victim(arguments, number, sharding).live()
+        run = {**Victim(arguments, number, sharding).live(), "commit": arguments.commit}
         append_line(arguments.work / "progress.jsonl", run)
         runs.append(run)
+        publish(arguments, sorted(runs, key=lambda each: each["run"]))
         resumed, said = sum(trial["resumed"] for trial in run["trials"]), "; ".join(run["problems"]) or "exact"
         print(
             f"run {number}, {sharding}, seed {run['seed']}: {resumed} of {len(run['trials'])} resumed, {said}",
             flush=True,
         )
-    publish(arguments, runs)
+    print(publish(arguments, sorted(runs, key=lambda each: each["run"])))
     sys.exit(any(run["problems"] for run in runs))
 
 

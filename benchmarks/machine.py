@@ -74,6 +74,12 @@ def about() -> dict[str, Any]:
     }
 
 
+def stored(path: Path) -> dict[str, Any]:
+    """The results that lie there, if they are of these versions and this machine; else nothing."""
+    now, found = about(), json.loads(path.read_text()) if path.exists() else {}
+    return found if all(found.get(name) == now[name] for name in ("versions", "machine")) else {}
+
+
 def write_results(
     folder: Path, name: str, title: str, result: Mapping[str, Any], tables: str, remarks: str = ""
 ) -> None:

@@ -6,7 +6,7 @@
 
 Each cell is the recipe, `toolkit.finetune`, for three steps over a model of random weights, in real processes. Its forecast is made
 before. A cell that the results hold for these versions and this machine is not run again, and its forecast is made again. Each row
-has the commit that measured it.
+has the commit that measured it, and the one that made its forecast.
 
 Then runs of 20 steps take the same rows in one process and over each degree, alone and with another, with `ddp` or `fsdp` inside:
 losses and norms have to be the same.
@@ -28,7 +28,7 @@ from typing import Any
 from families import SIZES, STEPS, checkpoint
 from forecast_accuracy import LEAST, line, without_places
 from forking import Ranks, server
-from machine import about, commit, parse, parser, write_results
+from machine import about, commit, parse, parser, stored, write_results
 
 import toolkit as tk
 from toolkit.config.flags import spell
@@ -220,6 +220,7 @@ def forecast_of(spec: Any, machine: Any, cell: Cell) -> dict[str, Any]:
         "seq_len": config.seq_len,
         "forecast_peaks": peaks,
         "forecast_phases": dict(made.phases),
+        "forecast_commit": commit(),
         "seconds": time.perf_counter() - began,
     }
 
@@ -389,12 +390,9 @@ def compared(own: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]
 
 def before(path: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """What the results hold for these versions and this machine: rows by name, and the runs of parity."""
-    now = about()
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if any(found.get(name) != now[name] for name in ("versions", "machine")):
-        return {}, []
-    parity = [row for row in found["parity"] if "family" in row]
-    return {row["name"]: row for row in found["runs"] if "measured_peaks" in row}, parity
+    found = stored(path)
+    rows = {row["name"]: row for row in found.get("runs", []) if "measured_peaks" in row}
+    return rows, [row for row in found.get("parity", []) if "family" in row]
 
 
 def main() -> None:
@@ -415,7 +413,8 @@ def main() -> None:
     names = [name_of(cell) for cell in cells]
     chosen = [cell for cell in cells if any(part in name_of(cell) for part in given.only.split(","))]
     random.Random(0).shuffle(chosen)  # a benchmark that is stopped has run some of each kind
-    machine, workers, rows = tk.hardware(), server(), dict(known)
+    chosen.sort(key=lambda cell: name_of(cell) in known)
+    machine, rows = tk.hardware(), dict(known)
 
     def publish() -> list[Table]:
         some = sorted(rows.values(), key=lambda row: names.index(row["name"]) if row["name"] in names else len(names))
@@ -442,7 +441,7 @@ def main() -> None:
             old = {} if given.again else known.get(name, {})
             same = all(row[key] == old.get(key) for key in ("accumulation", "micro_batch", "seq_len"))
             taken = {key: value for key, value in old.items() if key in MEASURED}
-            rows[name] = {**row, **taken} if same else measured(work, row, workers)
+            rows[name] = {**row, **taken} if same else measured(work, row, server())
         except ToolkitError as error:
             rows[name] = {
                 "name": name,
@@ -455,7 +454,7 @@ def main() -> None:
         print(name, said, flush=True)
         publish()
     compared_runs = list(PARITY)[: 1 if given.smoke else None] if given.steps else []
-    for row in parity_runs(work, given.steps, workers, [] if given.again else parity, compared_runs):
+    for row in parity_runs(work, given.steps, server(), [] if given.again else parity, compared_runs):
         parity = [each for each in parity if each["name"] != row["name"]] + [row]
         publish()
     shown = publish()

@@ -1,7 +1,7 @@
 """Whether a training script ends, with exit code 0, under every sharding, launcher and ending.
 
     python benchmarks/script_exit.py                   # 640 runs; results into benchmarks/results/script_exit.json and .md
-    python benchmarks/script_exit.py --smoke           # each sharding once
+    python benchmarks/script_exit.py --smoke           # each engine, launcher and ending once
 
 Stopped or killed, the same command goes on: every run is a line in `script_exit.jsonl` in the folder of the results.
 Remove that file to measure again.
@@ -39,6 +39,8 @@ ENDINGS = ("end_training", "nothing")
 """The script's last call; `nothing`: the interpreter just ends."""
 
 CELL = ("sharding", "launcher", "ending")
+SMOKE = tuple(zip(("ddp", "zero3", "fsdp", "zero2"), LAUNCHERS * 2, sorted(ENDINGS * 2), strict=True))
+"""Cells of a smoke test: each engine, launcher and ending."""
 RANKS = {"none": 1, "hsdp": 4}
 SCRIPT = str(HERE / "exit_loop.py")
 COMPILE_SECONDS = 900.0
@@ -93,10 +95,9 @@ def measure(case: dict[str, Any], limit: float) -> dict[str, Any]:
 
 
 def plan(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """The runs, so that a part of them covers all cells. Smoke: both launchers and both endings spread over the shardings."""
-    cells = [dict(zip(CELL, cell, strict=True)) for cell in product(SHARDINGS, LAUNCHERS, ENDINGS)]
-    if given.smoke:
-        cells = [cells[4 * number + number % 4] for number in range(len(SHARDINGS))]
+    """The runs, so that a part of them covers all cells."""
+    chosen = SMOKE if given.smoke else product(SHARDINGS, LAUNCHERS, ENDINGS)
+    cells = [dict(zip(CELL, cell, strict=True)) for cell in chosen]
     return [{**cell, "trial": trial} for trial in range(given.trials) for cell in cells]
 
 

@@ -4,8 +4,9 @@
     python benchmarks/sliders.py --notebooks           # every control of every notebook: sliders_notebooks.json and .md
     python benchmarks/sliders.py --smoke               # whether it still runs
 
-Moved as a person does it: in a kernel's display, with widgets, back and forth between two values. Each was seen once before,
-but for sequence lengths: those are ready once the child process behind the first answer has traced them.
+Moved as a person does it: in a kernel's display, with widgets, back and forth between two values. Their traces are there; those
+of sequence lengths, once the child process behind the first answer has made them. Answers that the panel keeps are dropped
+before each move: it is one to values that were not shown before.
 
 Of a notebook all cells are run, and then each panel that they showed is moved to each value of each control, twice.
 """
@@ -66,7 +67,12 @@ def measure(kind: str, control: str, values: tuple[Any, Any], moves: int) -> dic
         else:
             for value in values:
                 panel.set(**{control: value})
-        timed = time_calls(lambda move: panel.set(**{control: values[move % 2]}), moves)
+
+        def move_to_new(move: int) -> None:
+            panel.forget()
+            panel.set(**{control: values[move % 2]})
+
+        timed = time_calls(move_to_new, moves)
         if (answer := panel.value) is None:
             raise SystemExit(f"{kind}, {control}: {panel.refusal}")
         drawing = time_calls(lambda _: answer.pictures(), moves)
@@ -165,7 +171,8 @@ def notebooks_table(found: dict[str, Any]) -> Table:
             slow.append(f"{one['notebook']} {one['panel']} ({one['control']})")
     before, after = found["load"]
     notes = [
-        "Medians. first: to each value for the first time; again: a second time; CPU: without other processes. "
+        "Medians. first: to each value for the first time; again: a second time, from what the panel keeps; "
+        "CPU: without other processes. "
         "Explorers trace a model for some values the first time: "
         "they show that they do, and keep the trace.",
         f"Load of the machine (1 minute): {before:.2f} before, {after:.2f} after.",

@@ -298,9 +298,12 @@ def cards_page() -> str:
     columns = ("family", "loss, 4 steps", "measured peak", "forecast", "resume after step 2", "export")
     parts = ["# Model families", "", _made(found, "make cards"), ""]
     if found:
-        command = next(iter(found.values()))["command"]
+        import families
+
+        command, deep = next(iter(found.values()))["command"], families.SHAPES["deep"]
         parts += [
-            "Each is a small random model of its family, trained with this command:",
+            f"{len(found)} cards, of families with few layers and features. Names with `_512` have {deep['layers']} layers and "
+            f"{deep['hidden']} features. Each is a random model, trained with this command:",
             "",
             f"```text\n{command}\n```",
             "",

@@ -12,11 +12,21 @@ import subprocess
 import sys
 import tempfile
 
+
+def number(version):
+    """To compare versions: what is installed and newer stays, too."""
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
 if importlib.util.find_spec("toolkit") is None:
     wanted = "accelerate-toolkit[notebook]"  # or the path of a wheel
+    tested = "accelerate==1.15.0 transformers==5.23.0 peft==0.21.2"
+    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    pins = dict(pin.split("==") for pin in tested.split())
+    pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
+    pins |= {"torch": here["torch"]} if "torch" in here else {}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        if importlib.util.find_spec("torch"):
-            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        print(*(f"{name}=={pin}" for name, pin in pins.items()), sep="\n", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
@@ -99,7 +109,7 @@ def kill_rank(run, rank):
 # **Your guess:** how much memory does a process need to *train* it? Twice the 19 MiB, four times, seven times?
 #
 # The forecast answers before anything runs. A process that trains is a **rank**; `micro_batch` is the number of rows
-# that a rank reads at once. Move the device and the rows:
+# that a rank reads at once. Move the device and the rows. (`ahead=True` computes all answers first.)
 
 # %%
 settings = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS, lr=LR)
@@ -110,7 +120,8 @@ def need(device, rows):
     return tk.forecast(tk.describe(), tk.Strategy(sharding="ddp"), f"2x {device}", batch)
 
 
-tk.vary(need, device=["cpu", "T4", "L4"], rows=[1, 2, 4, 8, 16, 32], start={"device": "cpu", "rows": 4})
+DEVICES, start = ["cpu", "T4", "L4"], {"device": "cpu", "rows": 4}
+tk.vary(need, device=DEVICES, rows=[1, 2, 4, 8, 16, 32], start=start, ahead=True)
 
 # %% tags=["check"]
 first = need("cpu", MICRO_BATCH)

@@ -13,11 +13,21 @@ import subprocess
 import sys
 import tempfile
 
+
+def number(version):
+    """To compare versions: what is installed and newer stays, too."""
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
 if importlib.util.find_spec("toolkit") is None:
     wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    tested = "accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 deepspeed==0.19.8 bitsandbytes==0.50.2"
+    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    pins = dict(pin.split("==") for pin in tested.split())
+    pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
+    pins |= {"torch": here["torch"]} if "torch" in here else {}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        if importlib.util.find_spec("torch"):
-            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        print(*(f"{name}=={pin}" for name, pin in pins.items()), sep="\n", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 
@@ -61,6 +71,7 @@ from IPython.display import HTML
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes, format_step_seconds
+from toolkit.engines.resolution import resolve
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -163,23 +174,31 @@ tk.vary(
 #
 # Training adds small numbers to a larger one. Here is the weight of your guess. Between 1/2 and 1 the neighbours of
 # bf16 are 2^-8 apart: a smaller change than half of that is rounded away. That is why mixed precision keeps **fp32
-# masters**. The optimizer steps in fp32, and the forward takes a rounded copy.
+# masters**. The optimizer steps in fp32, and the forward takes a rounded copy. A thousand steps in each format:
+
+# %%
+BITS, UPDATES = range(2, 24), [1e-4, 1e-3, 1e-2]
+update = torch.tensor(UPDATES, dtype=torch.float64)[:, None]
+steps = [torch.ones(len(UPDATES), len(BITS), dtype=torch.float64)]  # a weight for each update and format
+for _ in range(1000):
+    steps.append(stored(steps[-1] - update, 8, torch.tensor(BITS)))
+
+# %% [markdown]
+# Move the bits of the mantissa, and the size of an update:
 
 
 # %%
-def a_thousand_updates(mantissa_bits, update=0.001):
-    alone = master = torch.ones((), dtype=torch.float64)
-    lines = {"kept in this format": [], "copy of an fp32 master": []}
-    for number in range(1, 1001):
-        alone, master = stored(alone - update, 8, mantissa_bits), stored(master - update, 8, 23)
-        for line, value in zip(lines.values(), (alone, stored(master, 8, mantissa_bits)), strict=True):
-            line.append((number, float(value)))
+def a_thousand_updates(mantissa_bits, update):
+    of_bits = dict(zip(BITS, torch.stack(steps[1:])[:, UPDATES.index(update)].T, strict=True))
+    alone, master = of_bits[mantissa_bits], of_bits[23]
+    found = {"kept in this format": alone, "copy of an fp32 master": stored(master, 8, mantissa_bits)}
+    lines = {name: list(enumerate(line.tolist(), start=1)) for name, line in found.items()}
     ends = [(name, f"{line[-1][1]:.4g}") for name, line in lines.items()]
     return show(curve(lines, title="A weight, lowered", x="updates", y="weight"), "", ("weight", "ends at"), ends)
 
 
 STARTS = {"mantissa_bits": 7, "update": 0.001}
-tk.vary(a_thousand_updates, start=STARTS, mantissa_bits=range(2, 24), update=[1e-4, 1e-3, 1e-2])
+tk.vary(a_thousand_updates, start=STARTS, mantissa_bits=BITS, update=UPDATES)
 
 # %% tags=["check"]
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -357,7 +376,7 @@ def three_losses(k):
     return table(f"up_proj × 2^{k}, down_proj ÷ 2^{k}", ("precision", "loss"), rows)
 
 
-tk.vary(three_losses, start={"k": 18}, k=range(0, 25, 2))
+tk.vary(three_losses, start={"k": 18}, k=range(0, 25, 2), ahead=True)
 
 # %% [markdown]
 # **Find it.** A hook on every linear layer names the first output that is not finite:
@@ -673,8 +692,10 @@ for seen in stages.values():
 
 
 # %%
+weights = torch.cat([p.detach().flatten() for p in fresh().parameters() if p.dim() > 1]).cpu()[::97].double()
+
+
 def updates_lost(learning_rate):
-    weights = torch.cat([p.detach().flatten() for p in fresh().parameters() if p.dim() > 1]).cpu()[::97].double()
     rows = []
     for name in ("bf16", "fp16", "fp32"):
         before = stored(weights, *FORMATS[name])
@@ -683,11 +704,8 @@ def updates_lost(learning_rate):
     return table(f"A step of {learning_rate:g} leaves unchanged", ("weights kept in", "of them"), rows)
 
 
-tk.vary(
-    updates_lost,
-    start={"learning_rate": 2e-5},
-    learning_rate=[1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3],
-)
+RATES = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3]
+tk.vary(updates_lost, start={"learning_rate": 2e-5}, learning_rate=RATES)
 
 # %% [markdown]
 # ## When it goes wrong
@@ -708,13 +726,22 @@ for word in ("ddp", "zero3", "fsdp"):
         rows.append((word, str(error)))
 table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
 
+
+# %% tags=["helper"]
+def check(strategy, machine):
+    """Refuse what the engine cannot train there."""
+    resolve(
+        strategy, tk.TrainConfig(), tk.describe("embedded"), tk.hardware(machine).ranks, tk.hardware(machine).device
+    )
+
+
 # %% [markdown]
 # And elsewhere: move the card, the sharding and the precision.
 
 
 # %%
 def does_it_run(card, sharding, precision):
-    tk.forecast("embedded", tk.Strategy(sharding=sharding, precision=precision), f"2x {card}")  # a refusal is shown
+    check(tk.Strategy(sharding=sharding, precision=precision), f"2x {card}")  # a refusal is shown
     return f"{precision} runs under {sharding} on {card}."
 
 

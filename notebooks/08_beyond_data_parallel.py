@@ -14,11 +14,21 @@ import subprocess
 import sys
 import tempfile
 
+
+def number(version):
+    """To compare versions: what is installed and newer stays, too."""
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
 if importlib.util.find_spec("toolkit") is None:
     wanted = "accelerate-toolkit[all]"  # or the path of a wheel
+    tested = "accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 deepspeed==0.19.8 bitsandbytes==0.50.2"
+    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    pins = dict(pin.split("==") for pin in tested.split())
+    pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
+    pins |= {"torch": here["torch"]} if "torch" in here else {}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        if importlib.util.find_spec("torch"):
-            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        print(*(f"{name}=={pin}" for name, pin in pins.items()), sep="\n", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         subprocess.run([*pip, wanted], check=True)
 

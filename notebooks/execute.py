@@ -31,20 +31,30 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 LIMIT = 300
 """Seconds that a notebook may take with its default parameters, on two cores."""
-INSTALL = """# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
+INSTALL = '''# Installs the toolkit where it is missing, as on Colab; elsewhere it does nothing. An installed torch stays as it is.
 import importlib.metadata
 import importlib.util
 import subprocess
 import sys
 import tempfile
 
+
+def number(version):
+    """To compare versions: what is installed and newer stays, too."""
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
 if importlib.util.find_spec("toolkit") is None:
     wanted = "WANTED"  # or the path of a wheel
+    tested = "TESTED"
+    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    pins = dict(pin.split("==") for pin in tested.split())
+    pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
+    pins |= {"torch": here["torch"]} if "torch" in here else {}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        if importlib.util.find_spec("torch"):
-            print("torch==" + importlib.metadata.version("torch"), file=constraints, flush=True)
+        print(*(f"{name}=={pin}" for name, pin in pins.items()), sep="\\n", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
-        subprocess.run([*pip, wanted], check=True)"""
+        subprocess.run([*pip, wanted], check=True)'''
 CHECK, INSTALLS = "check", "install"
 FOLDED = frozenset({CHECK, INSTALLS, "helper", "solution"})
 """Tags of cells that JupyterLab folds: claims, the installation, code that draws, answers to exercises."""
@@ -72,6 +82,10 @@ def colab_link(name: str) -> str:
     )
 
 
+PINNED = {"notebook": ("accelerate", "transformers", "peft")}
+PINNED["all"] = (*PINNED["notebook"], "deepspeed", "bitsandbytes")
+"""Extra → the libraries that an install cell takes in their tested versions."""
+
 EXTRAS = {"01_first_run": "notebook"}
 """Notebook → the only extra that it needs; others have parts of every one."""
 
@@ -83,7 +97,13 @@ def install_cell(name: str, wanted: str = "") -> str:
     """
     owned, extra = repository(), EXTRAS.get(name, "all")
     wanted = wanted or f"accelerate-toolkit[{extra}]" + (f" @ git+https://github.com/{owned}" if owned else "")
-    return INSTALL.replace("WANTED", wanted)
+    return INSTALL.replace("WANTED", wanted).replace("TESTED", " ".join(_tested(PINNED[extra])))
+
+
+def _tested(names: Sequence[str]) -> list[str]:
+    """The tested version of each of these libraries, as constraints.txt pins it."""
+    pins = dict(re.findall(r"^([\w-]+)(==\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    return [name + pins[name] for name in names]
 
 
 def sources(chosen: Sequence[str] = ()) -> list[Path]:

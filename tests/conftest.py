@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pkgutil
 import shutil
@@ -53,3 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return max((place for place, name in enumerate(LAST, start=1) if item.get_closest_marker(name)), default=0)
 
     items.sort(key=tier)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of collections: measurements ask for one each, over a million objects."""
+    gc.freeze()

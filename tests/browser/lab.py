@@ -31,8 +31,8 @@ STEP = r"/step (\d+)/.exec(node.textContent)"
 
 
 @contextlib.contextmanager
-def serving(root: Path) -> Iterator[str]:
-    """JupyterLab over this folder, with settings and signatures of its own; its address."""
+def serving(root: Path, **environ: str) -> Iterator[str]:
+    """JupyterLab over this folder, with settings and signatures of its own, and `environ`; its address."""
     own = root / ".jupyter"
     settings = own / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
     settings.parent.mkdir(parents=True)
@@ -49,7 +49,7 @@ def serving(root: Path) -> Iterator[str]:
     with open(root / "lab.log", "wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *words],
-            env=os.environ | places | labs | {"IPYTHONDIR": str(own / "ipython")},
+            env=os.environ | places | labs | environ | {"IPYTHONDIR": str(own / "ipython")},
             stdout=log,
             stderr=log,
         )
@@ -171,6 +171,23 @@ def until_step(output: Locator, least: int) -> None:
     output.page.wait_for_function(
         f"([node, least]) => {STEP} && Number({STEP}[1]) >= least", arg=[node, least], timeout=PATIENCE
     )
+
+
+def under(page: Page, picture: Locator, across: float, up: float = 0.5) -> str | None:
+    """What is shown after the pointer has moved to a place in a picture, in shares of its width and height.
+
+    Where the picture is wider than its own place, as on a phone, that is scrolled first.
+    """
+    picture.evaluate(
+        "(image, across) => image.closest('[role=region]')?.scrollTo({left: across * (image.clientWidth - 300)})",
+        across,
+    )
+    box = picture.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + across * box["width"], box["y"] + up * box["height"])
+    shown = page.locator("i:hover").evaluate_all("found => found.map(one => getComputedStyle(one, '::after').content)")
+    assert len(shown) <= 1
+    return str(json.loads(shown[0].replace("\\a ", "\\n"))) if shown else None
 
 
 def issues(page: Page, part: str = "body") -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from lab import Notebook, browsing, issues, serving, shut_down, step_of, until_step
+from lab import Notebook, browsing, issues, serving, shut_down, step_of, under, until_step
 from playwright.sync_api import Page, expect
 from programs import left_of
 
@@ -23,6 +24,14 @@ LAUNCH = (
 )
 CELLS = ("import toolkit as tk", LAUNCH, "print(6 * 7, run.status)", "run.wait()", "run = tk.attach('runs/first')\nrun")
 IMPORT, RUN, OTHER, WAIT, ATTACH = range(len(CELLS))
+
+PACE = """
+import sys, time
+if "toolkit.finetune" in sys.orig_argv:
+    from toolkit.core import phases
+    phases.observe(lambda name, begins: time.sleep(0.2) if name == "step" and begins else None)
+"""
+"""Read by every interpreter of the lab: a step takes as long as a larger model's, and leaves the cores to the browser."""
 
 MOST = 200_000
 """Bytes of a notebook's file."""
@@ -40,7 +49,10 @@ class Desk:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("lab")
-    with serving(folder) as url, browsing() as browser:
+    (folder / "pace").mkdir()
+    (folder / "pace" / "sitecustomize.py").write_text(PACE)
+    paths = os.pathsep.join(filter(None, [str(folder / "pace"), os.environ.get("PYTHONPATH")]))
+    with serving(folder, PYTHONPATH=paths) as url, browsing() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 1600})
         yield Desk(page=page, url=url, folder=folder)
 
@@ -148,7 +160,16 @@ def test_explorers_answer_and_stay(desk: Desk) -> None:
         expect(picture).not_to_have_attribute("alt", before)
     expect(panel).to_contain_text("toolkit forecast --hardware '2x A100-80GB' --sharding zero1")
 
-    expect(notebook.run(2).get_by_role("slider")).to_have_count(6)
+    others = notebook.run(2)
+    expect(others.get_by_role("slider")).to_have_count(6)
+
+    # A pointer over a curve shows the values nearest to it; beside the axes, nothing.
+    curve = others.locator(".toolkit-curve img").first
+    curve.scroll_into_view_if_needed()
+    near = (under(page, curve, 0.5) or "").splitlines()
+    assert near
+    assert [line for line in near if not re.fullmatch(r"\w+: [\d.]+ [GM]iB", line)] == []
+    assert under(page, curve, 0.5, up=0.02) is None
     assert issues(page, ".jp-OutputArea") == []
 
     # On a phone: every control lies within its panel, with its number.

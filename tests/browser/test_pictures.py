@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import runs
-from lab import browsing, issues
-from playwright.sync_api import Locator, Page
+from lab import browsing, issues, under
 
 import toolkit as tk
 
 pytestmark = pytest.mark.browser
 
 STEPS = 20
-
-
-def under(page: Page, picture: Locator, across: float, up: float = 0.5) -> str | None:
-    """What is shown after the pointer has moved to a place in a picture, in shares of its width and height."""
-    box = picture.bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + across * box["width"], box["y"] + up * box["height"])
-    shown = page.locator("i:hover").evaluate_all("found => found.map(one => getComputedStyle(one, '::after').content)")
-    assert len(shown) <= 1
-    return str(json.loads(shown[0])) if shown else None
 
 
 @pytest.mark.parametrize("width", [1280, 400])

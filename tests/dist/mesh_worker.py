@@ -102,6 +102,8 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
+    from accelerate.utils import gather_object
+
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.exporters import save, verify
@@ -148,7 +150,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if saver:
         saver.wait()
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
-    measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads}
+    counted = gather_object([ours.job.engine.counters(ours).steps])
+    measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads, "counted": counted}
     measured["calls"], measured["sent"] = called.number, called.bytes
     measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)

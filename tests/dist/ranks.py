@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -15,8 +14,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.process_lifecycle import import_libraries
+
 Run = Callable[[dict[str, Any], str], dict[str, Any]]
 """Takes a cell and the folder of a model; what comes back is written as JSON by rank 0."""
+
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed")
+"""What the ranks import, in the process that forks them."""
 
 LAUNCHED = (
     "ACCELERATE_USE_DEEPSPEED",
@@ -109,8 +113,7 @@ def main(
     """Fork the ranks of each group of cells from this process, which has imported everything once."""
     from torch.distributed import TCPStore
 
-    for name in ("accelerate", "bitsandbytes", "deepspeed", "peft", "transformers.integrations.deepspeed"):
-        importlib.import_module(name)
+    import_libraries(*LIBRARIES)
     from transformers.utils import logging
 
     logging.disable_progress_bar()

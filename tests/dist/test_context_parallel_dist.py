@@ -57,7 +57,7 @@ FOUR: dict[str, Cell] = {
 }
 
 SAVED = {
-    2: ("fsdp, dora", "fsdp, qlora", "zero3, cpu, whole loss"),
+    2: ("ddp, lora", "fsdp, dora", "fsdp, qlora", "zero3, cpu, whole loss"),
     4: ("cp2 in hsdp", "cp2 over tp2", "cp2 over tp2 in fsdp", "cp2 over tp2 in ep4"),
 }
 """Ranks → cells that save, export and are resumed."""

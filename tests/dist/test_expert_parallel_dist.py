@@ -26,6 +26,7 @@ Cell = tuple[str, dict[str, Any]]
 TWO: dict[str, Cell] = {
     "mixtral, fsdp": ("mixtral", {"sharding": "fsdp", "ep": 2, **NONE}),
     "qwen3, fsdp": ("qwen3_moe", {"sharding": "fsdp", "ep": 2, **FULL}),
+    "qwen2, fsdp": ("qwen2_moe", {"sharding": "fsdp", "ep": 2, **NONE}),
     "gpt-oss, fsdp": ("gpt_oss", {"sharding": "fsdp", "ep": 2, **NONE}),
     "deepseek, fsdp": ("deepseek", {"sharding": "fsdp", "ep": 2, **FULL}),
     "balanced, none": ("balanced", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
@@ -44,7 +45,9 @@ FOUR: dict[str, Cell] = {
 }
 
 Gave = dict[tuple[int, str], dict[str, Any]]
-ALONE: dict[str, Cell] = {model: (model, {}) for model in ("mixtral", "balanced", "qwen3_moe", "gpt_oss", "deepseek")}
+ALONE: dict[str, Cell] = {
+    model: (model, {}) for model in ("mixtral", "balanced", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek")
+}
 ALONE |= {"mixtral lora": ("mixtral", {**LORA, "lora_dropout": 0.0}), "qwen3_moe lora": ("qwen3_moe", LORA)}
 
 
@@ -60,6 +63,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.mixtral(root / "mixtral")
     tiny.mixtral(root / "balanced", output_router_logits=True, router_aux_loss_coef=0.1)
     tiny.qwen3_moe(root / "qwen3_moe")
+    tiny.qwen2_moe(root / "qwen2_moe")
     tiny.gpt_oss(root / "gpt_oss")
     tiny.deepseek(root / "deepseek")
     return root
@@ -125,6 +129,11 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name:
     assert gave[count, name]["exact"] or "lora" in name
     tiny.assert_same(gave[count, name]["steps"], expected["steps"])
     assert gave[count, name]["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+
+
+def test_each_rank_counts_an_optimizers_steps_once(gave: Gave) -> None:
+    """Where its shard of several parameters is empty, too: of the gates of shared experts, which have one row."""
+    assert gave[2, "qwen2, fsdp"]["counted"] == [4, 4]
 
 
 def uneven(folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import statistics
 import subprocess
@@ -37,10 +38,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-def measured(
-    work: Path, tmp_path: Path, name: str, *flags: str, script: str = "forecast_accuracy"
-) -> list[dict[str, Any]]:
-    """The rows of the results that the benchmark writes with these flags."""
+def measured(work: Path, tmp_path: Path, name: str, *flags: str, script: str = "forecast_accuracy") -> dict[str, Any]:
+    """The results that the benchmark writes with these flags, and their commit. None of the runs has failed."""
     results = tmp_path / "results"
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *flags, "--work", str(work), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -52,9 +51,12 @@ def measured(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(made.pid, signal.SIGKILL)
     assert code == 0, (tmp_path / "log").read_text()[-2000:]
-    rows: list[dict[str, Any]] = json.loads((results / f"{name}.json").read_text())["runs"]
-    assert not [row["failed"] for row in rows if "failed" in row]
-    return rows
+    result: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
+    assert not [row["failed"] for row in result["runs"] if "failed" in row]
+    commit = runpy.run_path(str(BENCHMARKS / "machine.py"))["commit"]()
+    assert result["commit"] == commit
+    assert f"\ncommit {commit}\n" in (results / f"{name}.md").read_text()
+    return result
 
 
 def check_phases(row: dict[str, Any]) -> None:
@@ -66,7 +68,7 @@ def check_phases(row: dict[str, Any]) -> None:
 
 def test_forecasts_of_8_bits_are_true(work: Path, tmp_path: Path) -> None:
     flags = ["--runs", "2", "--adapters", "qlora8", "--seed", str(SEED_OF_8_BITS)]
-    rows = measured(work, tmp_path, "forecast_accuracy_qlora8", *flags)
+    rows = measured(work, tmp_path, "forecast_accuracy_qlora8", *flags)["runs"]
     assert len(rows) == 2
     assert max(abs(row["forecast_peak_bytes"] / row["measured_peak_bytes"] - 1) for row in rows) <= 0.05
 
@@ -87,7 +89,7 @@ def test_forecasts_of_8_bits_are_true(work: Path, tmp_path: Path) -> None:
 def test_forecasts_are_true_of_these_cases(cases: tuple[str, ...], kind: str, work: Path, tmp_path: Path) -> None:
     """One tensor outweighs the others; frozen linear modules without adapters; two micro-batches under HSDP."""
     flags = ["--runs", str(len(cases)), "--only", ",".join(cases), *(["--recent"] if kind else [])]
-    rows = measured(work, tmp_path, f"forecast_accuracy{kind}", *flags)
+    rows = measured(work, tmp_path, f"forecast_accuracy{kind}", *flags)["runs"]
     assert len(rows) == len(cases)
     for row in rows:
         check_phases(row)
@@ -95,7 +97,7 @@ def test_forecasts_are_true_of_these_cases(cases: tuple[str, ...], kind: str, wo
 
 def test_forecasts_are_true(work: Path, tmp_path: Path) -> None:
     flags = ["--runs", str(len(UNTESTED)), "--shardings", ",".join(UNTESTED), "--seed", str(SEED)]
-    rows = measured(work, tmp_path, "forecast_accuracy", *flags)
+    rows = measured(work, tmp_path, "forecast_accuracy", *flags)["runs"]
     assert sorted(row["strategy"]["sharding"] for row in rows) == UNTESTED
     assert len({row["family"] for row in rows}) == len(UNTESTED)
     assert {row["strategy"]["adapter"] for row in rows} == {"none", "lora", "qlora"}
@@ -108,13 +110,18 @@ def test_forecasts_are_true(work: Path, tmp_path: Path) -> None:
         check_phases(row)
 
 
-MESHES = ("Qwen3-4-tp2-fsdp-bf16", "Mistral-4-pp2-fsdp-lora", "Qwen2-MoE-2-tp2-ep2", "Mistral-4-cp2-fsdp-gather")
+MESHES = (
+    "Mistral-2-tp2-lora-none",
+    "Mistral-4-pp2-fsdp-lora",
+    "Qwen2-MoE-2-tp2-ep2",
+    "GPT-NeoX-2-cp2-fsdp_grad_op-chunked",
+)
 """Cells of `benchmarks/meshes.py`: one of each degree."""
 
 
 def test_forecasts_of_every_rank_of_a_mesh_are_true(work: Path, tmp_path: Path) -> None:
     flags = ["--only", ",".join(MESHES), "--steps", "0"]
-    rows = measured(work, tmp_path, "meshes", *flags, script="meshes")
+    rows = measured(work, tmp_path, "meshes", *flags, script="meshes")["runs"]
     assert {row["name"] for row in rows} == {*MESHES}
     for row in rows:
         pairs = list(zip(row["forecast_peaks"], row["measured_peaks"], strict=True))

@@ -26,6 +26,13 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return describe(str(folder))
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """A layer for each of four stages."""
+    shape = {**tiny.DENSE, **WIDE, "num_hidden_layers": 4}
+    return describe(str(tiny.llama(tmp_path_factory.mktemp("rehearsal") / "deep", **shape)))
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "rank"),
     [
@@ -75,7 +82,6 @@ def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: P
         ({"sharding": "none"}, 1, 0, "one rank has no others"),
         ({"sharding": "zero3"}, 8, 0, "DeepSpeed needs the other ranks. Choose fsdp"),
         ({"sharding": "ddp"}, 8, 0, "DDP waits for the sums"),
-        ({"pp": 2, "pp_schedule": "gpipe"}, 2, 0, "Leave out --pp"),
         ({"sharding": "fsdp", "adapter": "qlora"}, 8, 0, "packs real weights. Choose --adapter lora"),
     ],
 )
@@ -86,10 +92,28 @@ def test_what_has_no_rehearsal_is_refused(
         rehearse(spec, Strategy(**strategy), BATCH, ranks=ranks, rank=rank)
 
 
-def test_a_mixture_has_no_rehearsal(tmp_path: Path) -> None:
-    mixture = describe(str(tiny.mixtral(tmp_path / "mixtral")))
-    with pytest.raises(StrategyError, match=r"which experts of MixtralForCausalLM get tokens depends on values"):
-        rehearse(mixture, Strategy(sharding="fsdp"), BATCH, ranks=8)
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [
+        ({"sharding": "fsdp", "precision": "bf16"}, 3),  # the first stage
+        ({"sharding": "ddp", "tp": 2}, 35),
+        ({"sharding": "fsdp", "tp": 2, "adapter": "lora", "precision": "bf16"}, 63),  # the last one
+    ],
+)
+def test_a_rank_of_each_stage_holds_what_is_forecast(deep: ModelSpec, strategy: dict[str, Any], rank: int) -> None:
+    """Other stages send nothing; the schedule is torch's own."""
+    batch = TrainConfig(micro_batch=1, seq_len=256, accumulation=4, lr=1e-3)
+    assert 0.98 <= rehearse(deep, Strategy(pp=4, **strategy), batch, ranks=64, rank=rank).ratio <= 1.02
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"sharding": "fsdp", "ep": 4, "tp": 2}, {"sharding": "fsdp", "precision": "bf16"}]
+)
+def test_experts_get_equally_many_tokens(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    """Zeros would send all tokens to the first experts."""
+    shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 64, "num_local_experts": 64, "vocab_size": 8192}
+    mixture = describe(str(tiny.mixtral(tmp_path / "mixtral", **shape)))
+    assert 0.98 <= rehearse(mixture, Strategy(**strategy), BATCH, ranks=64, rank=21).ratio <= 1.02
 
 
 def test_more_ranks_than_rows_under_tp_are_refused(spec: ModelSpec) -> None:

@@ -60,6 +60,13 @@ def qwen3_moe(folder: Path) -> Path:
     return _save("Qwen3MoeForCausalLM", folder, **TEXT, **experts)
 
 
+def qwen2_moe(folder: Path) -> Path:
+    """A shared expert with a gate of one row, of which a second rank of FSDP has nothing."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    shape = {**DENSE, "shared_expert_intermediate_size": 64}
+    return _save("Qwen2MoeForCausalLM", folder, **shape, **experts)
+
+
 def deepseek(folder: Path) -> Path:
     """Fused experts next to a dense layer and shared experts, and a buffer in the checkpoint."""
     heads = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}

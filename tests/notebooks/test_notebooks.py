@@ -10,56 +10,19 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 
-from execute import FOLDER, RUNS, address, claims, colab_link, execute, install_cell, read, repository, sources
+from execute import FOLDER, address, claims, colab_link, execute, install_cell, read, repository, sources
+from other_parameters import AGAIN, PARAMETERS, execute_with_others
 
 SOURCES = sources()
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "03_load_a_large_model": {
-        "WIDTH": 128, "LAYERS": 3, "SEQ_LEN": 64, "MICRO_BATCH": 2, "STEPS": 2, "LENGTHS": [256, 512], "NEW_TOKENS": 4,
-    },
-    "02_where_the_memory_goes": {
-        "WIDTH": 128, "LAYERS": 3, "SEQ_LEN": 96, "BATCHES": [2, 4], "VOCABULARIES": [4096, 5120], "STEPS": 2, "GPUS": 32,
-        "CRASH_ROWS": 256,
-    },
-    "05_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 80},
-    "06_zero_and_fsdp": {
-        "STEPS": 2, "SHARDINGS": "zero2,fsdp_grad_op", "ACCUMULATION": 3, "WORDS": "fsdp", "PUBLISHED": "2x RTX-3090",
-    },
-    "07_lora_and_qlora": {
-        "WIDTH": 192, "BASE_STEPS": 4, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2, "SHARDED": "zero3",
-    },
-    "08_beyond_data_parallel": {"STEPS": 6},
-    "04_activations": {"WIDTH": 64, "TOKENS": 64, "DEPTHS": (4, 9), "REPEATS": 1, "STEPS": 2, "SEQ_LEN": 128},
-    "01_first_run": {"STEPS": 60, "SEQ_LEN": 64, "CARD": "L4"},
-}  # fmt: skip
-"""What replaces a notebook's own values, so that nothing in it is true for those alone. Few steps: two are enough."""
+TWICE = ("02_where_the_memory_goes",)
+"""The notebook that is executed a second time here, as a sample; the others by `notebooks/execute_twice.py`."""
 
-AGAIN: dict[str, dict[str, Any]] = {
-    "01_first_run": {"MICRO_BATCH": 2, "CARD": "A10G"},
-    "02_where_the_memory_goes": {"BATCHES": [1, 4], "GPUS": 16},
-    "03_load_a_large_model": {"SEQ_LEN": 96, "NEW_TOKENS": 3},
-    "04_activations": {"TOKENS": 96, "MICRO_BATCH": 4},
-    "05_precision": {"STEPS": 3, "SCALE": 2.0**22},
-    "06_zero_and_fsdp": {"ACCUMULATION": 2, "PUBLISHED": "2x TITAN-RTX"},
-    "07_lora_and_qlora": {"STEPS": 3, "RANK": 2, "SHARDED": "fsdp"},
-    "08_beyond_data_parallel": {"STEPS": 5},
-}
-"""What replaces them when all cells run a second time, in the folder of the first."""
-
-CORE = ("01_first_run",)
-"""Notebooks that need the core's libraries alone, and those that show a notebook."""
-OPTIONAL = ("deepspeed", "bitsandbytes")
-"""Libraries of other extras."""
-
-SECONDS = 600
-"""Guard against a kernel that hangs: several times what the longest notebook takes on an idle machine."""
 LARGEST = 500_000
 """Bytes of a notebook with its outputs."""
 
@@ -162,17 +125,8 @@ def test_a_cell_with_a_slider_is_answered(tmp_path: Path) -> None:
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
     """Those that are asked for, two at once: each has one thread, and most wait for kernels to begin."""
 
-    core_alone = tmp_path_factory.mktemp("core")
-    blocked = dict.fromkeys(OPTIONAL)
-    (core_alone / "sitecustomize.py").write_text(f"import sys\nsys.modules.update({blocked!r})\n")
-
     def run(source: Path) -> list[nbformat.NotebookNode]:
-        folder, made = tmp_path_factory.mktemp(source.stem), []
-        for other in ({}, AGAIN[source.stem]):
-            made.append(read(source, {**PARAMETERS[source.stem], **other}))
-            execute(made[-1], folder, limit=SECONDS, path=[core_alone] if source.stem in CORE else ())
-        assert {path.name for path in folder.iterdir()} - {".ipython", ".kernel.json"} == {RUNS}
-        return made
+        return list(execute_with_others(source, tmp_path_factory.mktemp(source.stem), 1 + (source.stem in TWICE)))
 
     asked = [item.callspec.params["source"] for item in request.session.items if item.originalname == EXECUTED]
     with ThreadPoolExecutor(2) as pool:

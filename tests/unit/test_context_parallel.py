@@ -15,7 +15,7 @@ from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting.tracing import trace
-from toolkit.training.model_checks import check_adapter
+from toolkit.training.model_checks import check_requested
 from toolkit.transforms import context_parallel
 from toolkit.transforms.context_parallel import Rows, attention_kind
 
@@ -92,7 +92,7 @@ def test_rows_that_would_be_lengthened_beyond_the_positions_are_refused() -> Non
 def test_a_model_of_another_code_is_refused() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, vocab_size=256, intermediate_size=64))
     with pytest.raises(StrategyError, match=r"cp 2 was requested.*tk\.load\(accelerator\)"):
-        check_adapter(Strategy(sharding="ddp", cp=2), model)
+        check_requested(Strategy(sharding="ddp", cp=2), model)
 
 
 def test_auto_takes_ulysses_where_the_heads_divide() -> None:

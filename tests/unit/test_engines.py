@@ -22,15 +22,12 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
 from toolkit.engines.base import engine_environment
-from toolkit.engines.deepspeed.simulation import _Buckets
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
-from toolkit.engines.fsdp.simulation import _groups
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import accelerate_config, resolve
 from toolkit.engines.states import parameters_of
-from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
 from toolkit.training.given_weights import GivenWeights
 from toolkit.training.model_checks import check_optimizers
@@ -458,25 +455,6 @@ def test_a_bucket_that_an_engine_does_not_have_is_refused() -> None:
         TrainConfig(lr=0.01, min_lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("fp32", "bucket", "expected"),
-    [
-        (False, ["a"], [[8]]),
-        (False, ["b", "a"], [[4, 2, 8]]),  # `b` ends in the partition of rank 1, `a` lies in that of rank 0
-        (False, ["c"], [[12], [30]]),  # the first slice is over the bucket's size
-        (False, ["e", "d"], [[3]]),
-        (True, ["e", "d"], [[1, 2]]),  # each is added to this rank's fp32 sum
-        (False, [], [[]]),
-    ],
-)
-def test_zero_sends_slices_together(fp32: bool, bucket: list[str], expected: list[list[int]]) -> None:
-    """As `average_tensor` and `allreduce_and_scatter` do (deepspeed/runtime/zero/stage_1_and_2.py)."""
-    buckets = _Buckets.__new__(_Buckets)
-    buckets._ranges = {"a": {0: 8}, "b": {0: 4, 1: 2}, "c": {0: 12, 1: 30}, "d": {1: 2}, "e": {1: 1}}
-    buckets._bucket, buckets._fp32, buckets._own, buckets._room = bucket, fp32, 1, 10
-    assert list(buckets._reductions()) == expected
-
-
 def test_fsdp_expects_the_moments_of_a_ranks_own_rows() -> None:
     """Experts that the ranks do not divide: parameters are padded, moments are not. torch splits as `chunk` does."""
     spec = describe(
@@ -489,23 +467,6 @@ def test_fsdp_expects_the_moments_of_a_ranks_own_rows() -> None:
         expected = job.engine.expected_state(job, rank)
         assert expected.optimizer == 8 * elements
         assert expected.trainable == job.engine.expected_state(job, 0).trainable
-
-
-def test_fsdp_keeps_the_gradient_of_tied_weights_until_all_is_reduced() -> None:
-    """accelerate wraps the last norm before the embedding and the head (`fsdp2_prepare_model`), with or without a tie."""
-    for tied in (False, True):
-        shape = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-        spec = describe(LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=tied))
-        job = resolve(
-            Strategy(sharding="fsdp", precision="fp32"),
-            TrainConfig(micro_batch=1, seq_len=2),
-            spec,
-            2,
-            hardware().device,
-        )
-        _, owner = _groups(job, traced(job, masked=False))
-        group = owner["model.norm.weight"]
-        assert group.names == ["model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
 
 
 @pytest.mark.parametrize("word", ["zero2", "zero3", "fsdp"])

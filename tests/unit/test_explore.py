@@ -296,6 +296,13 @@ def test_a_moved_control_changes_the_picture(spec: ModelSpec) -> None:
     assert "--hardware &#39;2 nodes x 8x H100-80GB&#39; --sharding ddp" in panel.static_html()
     panel.set(micro_batch=48)
     assert (panel.controls["micro_batch"].value, panel.value.train_config.micro_batch) == (48, 48)
+    panel.set(**panel.state.first_values)
+    assert panel.value is before
+    assert panel.static_html() == page
+    panel.forget()
+    panel.set(micro_batch=panel.state.values["micro_batch"])
+    assert panel.value is not before
+    assert panel.static_html() == page
 
 
 @pytest.mark.parametrize("kind", ["memory", "compare", "timeline"])
@@ -413,6 +420,9 @@ def test_words_are_explained_on_hover(spec: ModelSpec) -> None:
     table = Table(columns=("rank", "bytes"), rows=[("rank 0", "1"), ("rank 1", "2"), ("<master>", "3")])
     assert table.html().count("<abbr") == 2, "each term once a table"
     assert "&lt;<abbr" in table.html()
+    assert "<abbr" not in Table(columns=("zero",), rows=[]).html()
+    assert ">ZeRO</abbr>" in Table(columns=("ZeRO",), rows=[]).html()
+    assert "<p><code>a&lt;b</code> is &lt;b&gt;</p>" in Table(columns=("",), rows=[], notes=("`a<b` is <b>",)).html()
 
 
 def test_a_config_that_is_in_no_file_is_called_none(spec: ModelSpec) -> None:
@@ -542,6 +552,29 @@ def test_a_function_answers_each_question_once() -> None:
     bundle = panel._repr_mimebundle_()
     assert bundle[VIEW]["model_id"] == panel.panel.box.model_id
     assert bundle["text/html"] == panel.static_html()
+
+
+def test_a_slow_function_answers_ahead_and_is_drawn_once(spec: ModelSpec) -> None:
+    calls = []
+
+    def answer(rows: int, kind: str) -> Any:
+        calls.append((rows, kind))
+        if kind == "refused":
+            raise ToolkitError(f"{rows} are too many. Expected none. Take them away.")
+        return ask(spec)
+
+    panel = tk.vary(answer, rows=[1, 2], kind=["result", "refused"], start={"rows": 2, "kind": "result"}, ahead=True)
+    assert sorted(calls) == [(1, "refused"), (1, "result"), (2, "refused"), (2, "result")]
+    assert panel.controls["rows"].continuous_update
+    check_page(panel.static_html())
+    drawn = panel._parts()
+    panel.set(rows=1)
+    assert panel._parts() is not drawn
+    panel.set(rows=2)
+    assert panel._parts() is drawn
+    assert len(calls) == 4
+    panel.set(kind="refused")
+    assert panel.refusal.startswith("2 are too many")
 
 
 def test_a_function_answers_with_a_sentence_a_picture_or_a_refusal(spec: ModelSpec) -> None:

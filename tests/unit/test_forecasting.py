@@ -667,20 +667,6 @@ def test_gradients_larger_than_zero2s_bucket_stay_until_the_backward_ends() -> N
     assert ledger.highest["backward"]["gradients"] == pytest.approx((4 + 2) * spec.elements / 2, rel=0.1)
 
 
-def test_gloos_copy_of_reduced_gradients_is_gone_after_the_all_reduce_between_groups() -> None:
-    """Else it is still there while the backward of the embedding makes its gradient."""
-    values = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
-    spec = describe(transformers.LlamaConfig(**values, num_hidden_layers=2, tie_word_embeddings=True))
-    peaks = []
-    for sharding, groups in (("fsdp", 1), ("hsdp", 2)):
-        machine, strategy = hardware(f"{2 * groups}x cpu"), Strategy(sharding=sharding, dp_replicate=groups)
-        job = resolve(strategy, TrainConfig(micro_batch=1, seq_len=16), spec, 2 * groups, machine.device)
-        trace = memory.traced(job, masked=False)
-        step = memory.whole_step(job, trace)
-        peaks.append(memory.replay(job, trace, step, save=False, num_checkpoints=0).phases["backward"])
-    assert peaks[1] < peaks[0]
-
-
 def test_layers_whose_types_follow_from_periods_are_traced() -> None:
     """Jamba's config computes `layer_types`, which a model of fewer layers needs, too."""
     values = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

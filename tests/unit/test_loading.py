@@ -27,15 +27,16 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ModelError, StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines import fsdp
+from toolkit.engines.fsdp.shard_filling import fill_shards
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.models import describe, embedded_config, hf_loading
 from toolkit.models.hf_loading import disk_layouts, load_tokenizer
 from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training import streamed_weights
-from toolkit.training.loading import Reader, load
+from toolkit.training.loading import load
 from toolkit.training.setup import accelerator as make
+from toolkit.training.weight_reader import Reader
 from toolkit.transforms.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
 from toolkit.transforms.fused_experts import packed_experts, unpack_experts
 
@@ -295,7 +296,7 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
     assert len(packed) == 14
     for name in packed:
         module, expected = deferred.get_submodule(name), whole.get_submodule(name)
-        data = deferred.streamed_weights.read(f"{name}.weight", module)
+        data = deferred.streamed_weights.read(f"{name}.weight", module, torch.float32)
         assert torch.equal(data.view(torch.uint8), expected.weight.data.view(torch.uint8))
         state, other = module.quant_state, expected.weight.quant_state
         for part in ("absmax", "offset", "code"):
@@ -413,9 +414,9 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     class Weights:
-        def read(self, name: str, module: Any) -> torch.Tensor:
+        def read(self, name: str, module: Any, dtype: torch.dtype, rows: slice) -> torch.Tensor:
             missing.append(sum(parameter.is_meta for parameter in model.parameters()))
-            return torch.arange(10.0).view(5, 2)
+            return torch.arange(10.0).view(5, 2)[rows].clone()
 
         def close(self) -> None:
             pass
@@ -426,7 +427,7 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
         with torch.device("meta"):
             model: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 5, bias=False) for _ in range(3)))
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (3,)))
-        fsdp._fill(Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, None, model, {})
+        fill_shards(Weights(), {f"{layer}.weight": f"{layer}.weight" for layer in range(3)}, model, {})
     finally:
         dist.destroy_process_group()
     assert missing == [3, 2, 1]
@@ -435,10 +436,21 @@ def test_the_last_rank_pads_each_shard_before_it_reads_the_next_weight() -> None
         assert parameter.to_local().untyped_storage().nbytes() == 2 * 2 * 4
 
 
-def test_a_rank_without_the_files_receives_a_scalar(tmp_path: Path) -> None:
-    reads = reader(tiny.llama(tmp_path / "model"))
-    sources = {"scale": streamed_weights.Source(["scale"], "float32", ())}
-    assert streamed_weights.StreamedWeights(reads.accelerator, reads.spec, {}, sources).share("scale").shape == ()
+def test_rows_of_a_weight_that_lies_in_several_tensors_are_read_alone(tmp_path: Path) -> None:
+    """Experts one by one in the files: a shard begins and ends at an expert or within one's tensors, or is empty."""
+    weights = reader(tiny.mixtral(tmp_path / "model"), adapter="none").defer().streamed_weights
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    whole = weights.tensor(name)
+    assert len(weights._entry(name).tensors) == 2 * len(whole) == 8
+    for first in range(5):
+        for end in range(first, 5):
+            rows = weights.tensor(name, slice(first, end))
+            assert torch.equal(rows, whole[first:end])
+            assert rows.untyped_storage().nbytes() == rows.nbytes
+    for module, dtype in (("embed_tokens", torch.bfloat16), ("norm", torch.float32)):
+        part = weights.read(f"model.{module}.weight", None, dtype, slice(3, 5))
+        assert torch.equal(part, weights.tensor(f"model.{module}.weight")[3:5].to(dtype))
+        assert part.untyped_storage().nbytes() == part.nbytes  # no view of the file, which would be held
 
 
 def test_a_conversion_may_refuse_numbered_rows(monkeypatch: pytest.MonkeyPatch) -> None:

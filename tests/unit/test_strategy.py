@@ -7,7 +7,7 @@ import json
 import pytest
 
 from toolkit.cli.parser import build_parser
-from toolkit.cli.planning_commands import strategies
+from toolkit.cli.planning_commands import read, read_batch, strategies
 from toolkit.config.fields import from_dict
 from toolkit.config.flags import Parser, add_flags, given, read_assignments, to_flags
 from toolkit.config.strategy import ADAPTERS, SHARDINGS, Strategy
@@ -181,3 +181,21 @@ def test_of_several_shardings_a_buffers_size_is_for_those_that_have_it() -> None
     for words in ("ddp,fsdp", "ddp"):
         with pytest.raises(StrategyError, match="takes no live_elements"):
             asked(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [((), (1, 4)), (("--micro-batch", "4"), (4, 1)), (("--accumulation", "1"), (4, 1)), (("--pp", "6"), (1, 6))],
+)
+def test_a_pipeline_takes_its_own_default_rows_only_where_no_rows_are_given(
+    given: tuple[str, ...], rows: tuple[int, int]
+) -> None:
+    """A value that equals a default counts as given, and the command line of a configuration says it."""
+    parser = Parser()
+    add_flags(parser, Strategy)
+    add_flags(parser, TrainConfig)
+    strategy = read(Strategy, flags := parser.parse_args(["--pp", "2", *given]))
+    train_config = read_batch(flags, strategy)
+    assert (train_config.micro_batch, train_config.accumulation) == rows
+    again = parser.parse_args(to_flags(strategy, train_config))
+    assert read_batch(again, strategy) == train_config

@@ -15,11 +15,12 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
+from toolkit.engines.ledger import LedgerHistory
 from toolkit.engines.mesh.plan import local_job, local_shape
 from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import accelerate_config, default_ranks, resolve
 from toolkit.engines.states import parameters_of
-from toolkit.forecasting.memory import all_steps, traced
+from toolkit.forecasting.memory import all_steps, replay_ranks, traced, whole_step
 from toolkit.models import ModelSpec
 from toolkit.training.accelerators import guard_command
 from toolkit.training.setup import agree
@@ -183,6 +184,18 @@ def test_split_tokens_keep_less_for_the_backward() -> None:
         forward = step[: 1 + next(index for index, segment in enumerate(step) if segment.what == "backward")]
         kept.append(sum(segment.net - segment.logits_net for segment in forward))
     assert kept[1] <= 0.6 * kept[0]
+
+
+def test_a_rank_cuts_its_part_out_of_an_embeddings_whole_gradient() -> None:
+    """Before FSDP2 reduces it: for a moment both are there, with the head's shard."""
+    rows, width = 65536, SHAPE["hidden_size"]
+    wide = describe(LlamaConfig(vocab_size=rows, intermediate_size=96, **SHAPE))
+    job = resolve(
+        Strategy(sharding="fsdp", tp=2), TrainConfig(micro_batch=1, seq_len=16), wide, 4, hardware("4x cpu").device
+    )
+    trace = traced(job, masked=False)
+    (ledger,) = replay_ranks(job, trace, whole_step(job, trace), save=False, num_checkpoints=0, kind=LedgerHistory)
+    assert ledger.highest["backward"]["gradients"] == pytest.approx(4 * rows * width * (1 + 1 / 2 + 1 / 4), rel=0.02)
 
 
 def test_adapters_send_little(spec: ModelSpec) -> None:

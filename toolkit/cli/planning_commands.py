@@ -14,7 +14,7 @@ from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.fields import from_dict
 from toolkit.config.flags import given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.train_config import TrainConfig, pipeline_rows
 from toolkit.core import background
 from toolkit.core.display import Result
 from toolkit.core.errors import ToolkitError
@@ -25,6 +25,12 @@ Owner = TypeVar("Owner")
 def read(owner: type[Owner], flags: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Owner:
     """Return a dataclass from its flags, and from `values` where a flag is not given."""
     return from_dict(owner, {**(values or {}), **given(flags, owner)})
+
+
+def read_batch(flags: argparse.Namespace, strategy: Strategy) -> TrainConfig:
+    """Return the TrainConfig of the flags, of which a pipeline's default rows become part."""
+    vars(flags).update(pipeline_rows(strategy.pp, given(flags, TrainConfig)))
+    return read(TrainConfig, flags)
 
 
 def doctor(flags: argparse.Namespace) -> Result:
@@ -50,7 +56,8 @@ def forecast(flags: argparse.Namespace) -> Result:
     from toolkit.forecasting.usual_shardings import side_by_side
     from toolkit.models import describe
 
-    strategy, train_config = read(Strategy, flags), read(TrainConfig, flags)
+    strategy = read(Strategy, flags)
+    train_config = read_batch(flags, strategy)
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
     options = {name: getattr(flags, name) for name in ("one_document", "allow_unquantized", "expert_imbalance")}
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
@@ -83,10 +90,13 @@ def add_other_devices(flags: argparse.Namespace) -> None:
     from toolkit.forecasting import forecast
     from toolkit.models import describe
 
+    strategy = read(Strategy, flags)
+    train_config = read_batch(flags, strategy)
+
     def forecast_on(device: str) -> None:
         machine = hardware(f"{hardware(flags.hardware).ranks}x {device}")
         spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-        forecast(spec, read(Strategy, flags), machine, read(TrainConfig, flags), advice=False)
+        forecast(spec, strategy, machine, train_config, advice=False)
 
     background.add(f"devices {flags.model}", [partial(forecast_on, device) for device in OTHER_DEVICES])
 
@@ -111,7 +121,8 @@ def rehearse(flags: argparse.Namespace) -> Result:
     from toolkit.training.rehearsal import rehearse
 
     spec = describe(flags.model, trust_remote_code=flags.trust_remote_code)
-    return rehearse(spec, read(Strategy, flags), read(TrainConfig, flags), ranks=flags.ranks, rank=flags.rank)
+    strategy = read(Strategy, flags)
+    return rehearse(spec, strategy, read_batch(flags, strategy), ranks=flags.ranks, rank=flags.rank)
 
 
 def timeline(flags: argparse.Namespace) -> Result:
@@ -122,13 +133,15 @@ def timeline(flags: argparse.Namespace) -> Result:
 
     # Flags that are not given have the run's values.
     finished = read_finished_run(flags.run) if flags.run else None
-    strategy, train_config = (finished.strategy, finished.train_config) if finished else (Strategy(), TrainConfig())
+    strategy = read(Strategy, flags, dataclasses.asdict(finished.strategy) if finished else None)
+    recorded = dataclasses.asdict(finished.train_config) if finished else {}
+    train_config = read(TrainConfig, flags, recorded) if recorded else read_batch(flags, strategy)
     model = describe(flags.model, trust_remote_code=flags.trust_remote_code) if flags.model or not flags.run else None
     return timeline(
         model,
-        read(Strategy, flags, dataclasses.asdict(strategy)),
+        strategy,
         flags.hardware,
-        read(TrainConfig, flags, dataclasses.asdict(train_config)),
+        train_config,
         ranks=flags.processes,
         one_document=flags.one_document,
         run=flags.run,

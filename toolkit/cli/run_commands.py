@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.planning_commands import read, strategies
+from toolkit.cli.planning_commands import read, read_batch, strategies
 from toolkit.config.fields import from_dict
 from toolkit.config.flags import flag, given, spell, to_flags
 from toolkit.config.strategy import Strategy
@@ -18,7 +18,6 @@ from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Result
 from toolkit.core.errors import RunError, ToolkitError
 from toolkit.core.redaction import MARK, redact, visible
-from toolkit.core.units import ceil_div
 
 if TYPE_CHECKING:
     from toolkit.launcher.targets import Target
@@ -56,10 +55,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
             raise ToolkitError("--resume needs --run-dir with the folder of a run.")
         if Path(flags.run_dir, "run.json").exists():
             return _resume(Path(flags.run_dir), flags)
-    run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags)
-    strategy, machine = read(Strategy, flags), hardware()
-    if strategy.pp > 1 and {"micro_batch", "accumulation"}.isdisjoint(given(flags, TrainConfig)):
-        train_config = _one_by_one(train_config, strategy.pp)
+    run_config, strategy, machine = read(RunConfig, flags), read(Strategy, flags), hardware()
+    train_config = read_batch(flags, strategy)
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
     preflight = run_preflight(run_config, strategy, train_config, ranks, machine.device)
@@ -76,13 +73,6 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
         options: dict[str, Any] = {"environ": environ, "timeout": run_config.timeout, "restart_policy": restart_policy}
         supervise_with_restarts(folder, "toolkit.finetune", words, [*words, "--resume"], config, **options)
     return _result(path)
-
-
-def _one_by_one(train_config: TrainConfig, pp: int) -> TrainConfig:
-    """Split the default rows of a step into micro-batches of one row, at least one for each rank."""
-    rows = ceil_div(max(train_config.micro_batch, pp), pp) * pp
-    print(f"pp {pp}: --micro-batch 1 --accumulation {rows}, so that all stages have work", file=sys.stderr)
-    return dataclasses.replace(train_config, micro_batch=1, accumulation=rows)
 
 
 def launch(flags: argparse.Namespace) -> Result:
@@ -229,7 +219,9 @@ def compare(flags: argparse.Namespace) -> Result:
     from toolkit.devices.machine import hardware
 
     strategies_ = strategies(flags, "ddp,zero1,zero2,zero3,fsdp,fsdp_grad_op")
-    run_config, train_config = read(RunConfig, flags), read(TrainConfig, flags, {} if flags.epochs else {"steps": 20})
+    run_config, train_config = read(RunConfig, flags), read_batch(flags, strategies_[0])
+    if train_config.steps is train_config.epochs is None:
+        train_config = dataclasses.replace(train_config, steps=20)
     options = {"machine": hardware(), "root": Path(flags.run_dir or "runs"), "processes": flags.processes}
     return compare(run_config, strategies_, train_config, **options)
 

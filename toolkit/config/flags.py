@@ -148,8 +148,20 @@ def flag(name: str) -> str:
 
 
 def to_flags(*owners: Any) -> list[str]:
-    """Return the shortest equivalent command line: only fields with other values than the default."""
-    return spell({name: value for owner in owners for name, value in differing(owner).items()})
+    """Return the shortest equivalent command line."""
+    return spell(spoken(*owners))
+
+
+def spoken(*owners: Any) -> dict[str, Any]:
+    """Return what a command line has to say: the fields with other values than their defaults.
+
+    A pipeline's default rows are others (see `pipeline_rows`), so its rows are always said.
+    """
+    values = {name: value for owner in owners for name, value in differing(owner).items()}
+    if "pp" in values:
+        names = ("micro_batch", "accumulation")
+        values |= {name: getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
+    return values
 
 
 def spell(values: Mapping[str, Any]) -> list[str]:

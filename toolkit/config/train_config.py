@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from toolkit.config.fields import amount, choice, fields_table, validate
@@ -11,6 +13,7 @@ from toolkit.config.strategy import LATER, OPTIMIZER_WORDS
 from toolkit.config.unknown_names import by_name
 from toolkit.core.display import Result, Table
 from toolkit.core.errors import StrategyError
+from toolkit.core.units import ceil_div
 
 DEFAULT_STEPS = 100
 """Steps over the embedded text, and of a loop of your own without `steps`."""
@@ -117,3 +120,15 @@ class TrainConfig(Result):
 
     def tables(self) -> list[Table]:
         return [fields_table("TrainConfig", self)]
+
+
+def pipeline_rows(pp: int, given: Collection[str] = ()) -> dict[str, int]:
+    """Return `micro_batch` and `accumulation` of a pipeline's step for which neither of them is given; else nothing.
+
+    These are the default rows of a step, one by one, at least one for each stage: all stages have work.
+    """
+    if pp == 1 or not {"micro_batch", "accumulation"}.isdisjoint(given):
+        return {}
+    rows = ceil_div(max(TrainConfig().micro_batch, pp), pp) * pp
+    print(f"pp {pp}: --micro-batch 1 --accumulation {rows}, so that all stages have work", file=sys.stderr)
+    return {"micro_batch": 1, "accumulation": rows}

@@ -36,10 +36,15 @@ _steps: list[tuple[str, Callable[[], None]]] = []
 _working = False
 
 
+def allowed() -> bool:
+    """Return whether the user left work in the background on."""
+    return os.environ.get(SWITCH) != "0"
+
+
 def enable() -> bool:
     """Promise a call of `start`, unless the user switched it off."""
     global _enabled
-    _enabled = os.environ.get(SWITCH) != "0"
+    _enabled = allowed()
     return _enabled
 
 

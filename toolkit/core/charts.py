@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.core.pictures import ALARM, GRID, INK, QUIET, WIDTH, colours, figure, ink_on, picture
+from toolkit.core.pictures import ALARM, INK, QUIET, WIDTH, colours, figure, ink_on, mark_places, picture
 from toolkit.core.redaction import redact
 from toolkit.core.units import format_bytes
 
@@ -86,8 +86,8 @@ def bars(
         labels = [redact(row.label) for row in rows]  # before they are cut
         short = [label if len(label) <= longest else label[: longest - 1] + "…" for label in labels]
         axes.set(xlim=(0, top), ylim=(len(rows) or 1, 0))
-        axes.set_yticks([place + 0.5 for place in range(len(rows))], short, size=13, color=INK)
-        _mark(axes.xaxis, _ticks(0.0, top, binary=spell is format_bytes), spell)
+        mark_places(axes, "y", {place + 0.5: label for place, label in enumerate(short)}, size=13, color=INK)
+        mark_places(axes, "x", _spelled(_ticks(0.0, top, binary=spell is format_bytes), spell), lines=True)
         for number, (parts, total) in enumerate(zip(sizes, sums, strict=True)):
             end = top + (right - 10) * pixel
             axes.text(end, number + 0.5, total, ha="right", va="center", size=13, color=INK, weight="bold")
@@ -142,14 +142,13 @@ def curve(
 
     def draw(axes: Any) -> None:
         axes.set(xlim=(start, end), ylim=(low, high), yscale="log" if log and values else "linear")
-        axes.minorticks_off()
         ticks = _log_ticks(low, high) if log else _ticks(low, high, binary=spell_y is format_bytes)
-        _mark(axes.yaxis, ticks if values else [], spell_y)
+        mark_places(axes, "y", _spelled(ticks if values else [], spell_y), lines=True)
         axes.spines["bottom"].set(visible=True, color=QUIET)
         whole = all(float(place).is_integer() for place in places)
         marked = names or {tick: f"{tick:,.10g}" for tick in _ticks(start, end, whole=whole, most=6 * width // WIDTH)}
-        axes.set_xticks(list(marked), list(marked.values()))
-        for across, up, side, text in ((0, 1.04, "left", y), (1, -0.18, "right", x)):
+        mark_places(axes, "x", marked)
+        for across, up, side, text in ((0, 1.04, "left", y), (1, -40 / heights[1], "right", x)):
             axes.text(across, up, text, transform=axes.transAxes, ha=side, size=12, color=QUIET)
         if not values:
             axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", size=13, color=QUIET)
@@ -190,20 +189,21 @@ def _stack(
     pixel: float,
 ) -> None:
     """Draw the parts of a bar from left to right, each with its size where that has room."""
+    from matplotlib.patches import Rectangle
+
     start = 0.0
     for part, size in parts.items():
         shade, words, wide = shades[part], spell(size), max(size - pixel, pixel / 2)
-        axes.barh(number + 0.5, wide, 0.76, start, color=shade, lw=0, clip_on=False)
+        axes.add_artist(Rectangle((start, number + 0.12), wide, 0.76, color=shade, lw=0, clip_on=False))
         if size / pixel > len(words) * 6.2 + 8:
             middle = start + size / 2
             axes.text(middle, number + 0.5, words, ha="center", va="center", size=11, color=ink_on(shade))
         start += size
 
 
-def _mark(axis: Any, ticks: Sequence[float], spell: Callable[[float], str]) -> None:
-    """Write labels at the ticks of an axis, with lines across the picture."""
-    axis.set_ticks(ticks, [spell(tick) for tick in ticks])
-    axis.grid(color=GRID, linewidth=1, clip_on=False)
+def _spelled(ticks: Sequence[float], spell: Callable[[float], str]) -> dict[float, str]:
+    """Return each tick with its label."""
+    return {tick: spell(tick) for tick in ticks}
 
 
 def _draw_line(axes: Any, points: Sequence[Point], look: Mapping[str, Any]) -> None:

@@ -81,7 +81,8 @@ class Table:
         known: set[str] = set()
         columns = [markup(explained(str(name), known)) for name in self.columns]
         rows = [[markup(explained(first, known)), *others] for first, *others in cells]
-        return render("table", title=self.title, columns=columns, sides=sides, rows=rows, notes=self.notes)
+        notes = [markup(re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(note))) for note in self.notes]
+        return render("table", title=self.title, columns=columns, sides=sides, rows=rows, notes=notes)
 
     def _repr_html_(self) -> str:
         return redact(self.html())

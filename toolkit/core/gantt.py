@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from toolkit.core.pictures import INK, WIDTH, ink_on, picture
+from toolkit.core.pictures import INK, WIDTH, ink_on, mark_places, picture
 
 SHADES = {
     "forward": "#0369a1",
@@ -46,12 +46,15 @@ def spans(
 
     def draw(axes: Any) -> None:
         axes.set(xlim=(0, end), ylim=(len(labels) or 1, 0))
-        axes.set_yticks([row + 0.5 for row in range(len(labels))], labels, size=13, color=INK)
-        axes.set_xticks([0, end], ["0", spell(end)])
-        axes.get_xticklabels()[-1].set_ha("right")  # a long one would leave the picture
+        mark_places(axes, "y", {row + 0.5: label for row, label in enumerate(labels)}, size=13, color=INK)
+        *_, last = mark_places(axes, "x", {0: "0", end: spell(end)})
+        last.set_ha("right")  # a long one would leave the picture
+        look = {"lw": 0.4, "edgecolor": "#ffffff"}
+        for row, kind in dict.fromkeys((span.row, span.kind) for span in times):  # one artist for many
+            ends = [(span.begin, span.end - span.begin) for span in times if (span.row, span.kind) == (row, kind)]
+            axes.broken_barh(ends, (row + 0.12, 0.76), facecolor=SHADES[kind], **look)
         for span in times:
             shade, wide = SHADES[span.kind], span.end - span.begin
-            axes.barh(span.row + 0.5, wide, 0.76, span.begin, color=shade, lw=0.4, edgecolor="#ffffff")
             if span.text and wide / pixel > 7 * len(span.text) + 2:
                 middle = (span.begin + span.end) / 2
                 axes.text(middle, span.row + 0.5, span.text, ha="center", va="center", size=9, color=ink_on(shade))

@@ -19,6 +19,7 @@ def glossary_terms() -> dict[str, str]:
 def _any_term() -> re.Pattern[str]:
     """Return a pattern of every term or its plural as a word, the longest first."""
     words = sorted(map(re.escape, glossary_terms()), key=len, reverse=True)
+    words = [f"(?-i:{word})" if re.search("[a-z][A-Z]", word) else word for word in words]  # «zero» is a number, too
     return re.compile(rf"(?<![\w-])({'|'.join(words)})s?(?![\w-])", re.IGNORECASE)
 
 

@@ -224,15 +224,14 @@ class Engine(OptimizerStep):
         return job.strategy.quantized and can_stream(job)
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
-        """Return a note about the rank that reads the weights; `streamed`: one at a time."""
-        if streamed:
-            return "rank 0 reads each weight, and every rank keeps it"
-        return "every rank reads the whole model, which it keeps"
+        """Return a note about the ranks that read the weights; `streamed`: one at a time."""
+        what = "and packs one weight after the other" if streamed else "the whole model"
+        return f"every rank reads {what}, which it keeps"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read the weights; `reader` is a `loading.Reader`. Packed weights are packed one by one as they come."""
+        """Read the weights; `reader` is a `weight_reader.Reader`. Packed weights are packed one by one as they come."""
         if self.streams(job) and (model := reader.defer()) is not None:
             self.fill(job, model)
             return model

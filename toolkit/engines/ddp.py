@@ -136,9 +136,11 @@ class DDP(Engine):
         super().after_restore(prepared, counters)
         if prepared.job.parallelism.loss_size == 1:
             return
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=prepared.accelerator.device)
+        shape = (1, 2 * prepared.job.strategy.token_parts)  # each rank of a sequence has a label to predict
+        tokens = torch.zeros(shape, dtype=torch.long, device=prepared.accelerator.device)
+        batch = prepared.job.split({"input_ids": tokens, "labels": tokens}, prepared.accelerator.process_index)
         for last in (False, True):  # the buckets are rebuilt at the head of the second forward
-            loss = prepared.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss = prepared.model(**batch, use_cache=False).loss
             if not last:
                 loss.backward()
         prepared.optimizer.zero_grad()

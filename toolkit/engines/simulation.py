@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -24,8 +23,10 @@ from toolkit.engines.traces import Segment, Trace
 QUANT_BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a 4-bit constant, and constants that share a nested one (bitsandbytes/functional.py `quantize_4bit`)."""
 
-PIECE, PIECE_WORK = 2**18, 14
-"""Weights that rank 0 packs at once, and the bytes that each takes meanwhile on a CPU (bitsandbytes/backends/default/ops.py)."""
+PIECE = 2**18
+"""Weights that a rank packs at once."""
+PACKING = 16 * PIECE
+"""Bytes that a piece takes at most meanwhile (bitsandbytes/backends/default/ops.py)."""
 
 
 class Moves(Protocol):
@@ -65,7 +66,7 @@ class Simulation:
         """The bytes of states that the rank holds."""
         return self.job.engine.expected_state(self.job, self.rank)
 
-    def keep(self, part: str, size: int) -> None:
+    def hold(self, part: str, size: int) -> None:
         """Hold bytes of parameters, masters, gradients or moments, on the host where they are offloaded."""
         offload = self.job.strategy.offload
         on_host = offload == "cpu" if part == "parameters" else offload != "none"
@@ -76,8 +77,7 @@ class Simulation:
         ledger, job = self.ledger, self.job
         ledger.enter("load")
         if job.engine.streams(job):
-            for state in stream_weights(self, shared=False, cast=job.ranks > 1 or job.device.kind == "cuda"):
-                ledger.hold("parameters", state.bytes)
+            self.stream_weights(lambda state: state.bytes, shared=False)
             ledger.hold("parameters", size - ledger.held["parameters"])
             ledger.enter("prepare")
         elif job.device.kind == "cpu" or job.strategy.quantized:
@@ -92,6 +92,33 @@ class Simulation:
             ledger.hold("parameters", size)
             ledger.offload("parameters", -size)
 
+    def stream_weights(self, part: Callable[[State], int], *, shared: bool = True, ranks: int = 1) -> None:
+        """Enter the weights that come from the files one at a time. A 4-bit weight is packed whole on every rank.
+
+        Args:
+            part: returns the bytes of the rank's part, which stays.
+            shared: a rank holds the whole weight and its part at the same time.
+            ranks: that share a weight that is not packed: each reads its own part alone.
+        """
+        job, ledger = self.job, self.ledger
+        assert job.spec is not None
+        packed, stored = packed_names(job.spec, job.strategy.adapter), job.spec.config.get("dtype") or "float32"
+        sources = {parameter.name: parameter for parameter in job.spec.parameters}
+        for state in parameters_of(job):
+            if state.trainable and job.strategy.adapter != "none":
+                continue
+            source, own, whole = sources[state.name.replace(".base_layer.", ".")], part(state), state.bytes
+            if source.name in packed:
+                ledger.hold("buffers", packing_constants(source.elements))
+                whole += PACKING
+            else:
+                # A cast takes its result, and experts are joined in the files' dtype; other weights lie in the mapped file.
+                joined = source.elements * BYTES_OF.get(stored, 4) if job.spec.copied and source.role == "expert" else 0
+                ledger.touch_host("workspace", (joined + (whole if stored != state.dtype else 0)) // ranks)
+                whole = whole if ranks == 1 else 0
+            ledger.touch("workspace", whole + (own if shared else 0))
+            self.hold("parameters", own)
+
     def hold_moments(self) -> None:
         """Hold the moments: before the first step if checkpoints need their layout, else from the first step on.
 
@@ -99,7 +126,7 @@ class Simulation:
         """
         if not self.num_checkpoints:
             self.ledger.enter("step")
-        self.keep("optimizer", self.state.optimizer or 0)
+        self.hold("optimizer", self.state.optimizer or 0)
         if self.num_checkpoints and not self.ledger.shared and self.job.strategy.offload == "none":
             # Pinned in chunks; the last is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h).
             chunks, rest = divmod(self.snapshot, SNAPSHOT_CHUNK)
@@ -141,6 +168,32 @@ class Simulation:
             self.ledger.touch("workspace", work)
 
 
+class Buffers:
+    """What an engine itself allocates in a step: gathered parameters, and gradients on their way, each under a key of its own."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.ledger, self.job = simulation, simulation.ledger, simulation.job
+        self._kept: dict[Hashable, tuple[str, int]] = {}
+
+    def held(self, key: Hashable) -> int:
+        """Return the bytes under a key."""
+        return self._kept.get(key, ("", 0))[1]
+
+    def keep(self, key: Hashable, size: int, part: str = "buffers") -> None:
+        """Hold exactly so many bytes under a key, instead of those before."""
+        self.ledger.hold(part, size - self.held(key))
+        self._kept[key] = part, size
+
+    def drop(self, *keys: Hashable) -> None:
+        """Free the bytes under these keys."""
+        for part, size in (self._kept.pop(key) for key in keys if key in self._kept):
+            self.ledger.hold(part, -size)
+
+    def collective(self, size: int, *, more: int = 0) -> None:
+        """Enter a moment of a collective over tensors of this size: gloo works on a copy. `more`: other bytes of this moment."""
+        self.ledger.touch("workspace", more + (size if self.job.device.kind == "cpu" else 0))
+
+
 def blas_workspaces(job: Job) -> int:
     """Return the bytes that cuBLAS keeps for the forward thread and the backward thread.
 
@@ -154,55 +207,10 @@ def blas_workspaces(job: Job) -> int:
     return 2 * (32 * MiB if job.device.capability[0] in (9, 10, 12) else 8 * MiB + 128 * KiB)
 
 
-def stream_weights(simulation: Simulation, *, shared: bool = True, cast: bool = False) -> Iterator[State]:
-    """Enter the weights that come from the files one at a time, each whole for a moment. Yield each before its release.
-
-    Rank 0 packs a 4-bit weight in pieces, and holds the exact constants of its blocks meanwhile. Packed constants stay on every
-    rank.
-
-    Args:
-        simulation: of the rank that reads.
-        shared: a rank holds the whole weight and its own part at the same time.
-        cast: a weight is cast to its dtype whole, not part by part.
-    """
-    job, ledger = simulation.job, simulation.ledger
-    assert job.spec is not None
-    names = packed_names(job.spec, job.strategy.adapter)
-    sources = {parameter.name: parameter for parameter in job.spec.parameters}
-    stored_dtype = job.spec.config.get("dtype") or "float32"
-    stored = BYTES_OF.get(stored_dtype, 4)
-    mapped = job.device.kind == "cpu" and job.ranks == 1  # what is read is then no memory of torch's
-    for state in parameters_of(job):
-        if state.trainable and job.strategy.adapter != "none":
-            continue
-        source = sources[state.name.replace(".base_layer.", ".")]
-        size, work = source.elements * stored, 0
-        if source.name in names:
-            columns = source.shape[-1]
-            # Experts that are joined as they are read lie in the files one by one, gate and up apart.
-            matrix = math.prod(source.shape[-2:]) // (2 if job.spec.copied and "gate_up" in source.name else 1)
-            piece = min(matrix, max(QUANT_BLOCK, PIECE // columns // QUANT_BLOCK * QUANT_BLOCK) * columns)
-            on_cpu = PIECE_WORK if job.device.kind == "cpu" else 0
-            work = piece * (on_cpu + BYTES_OF[job.compute_dtype]) + 4 * ceil_div(source.elements, QUANT_BLOCK)
-            ledger.hold("buffers", packing_constants(source.elements))
-            size = state.bytes
-        elif mapped:
-            size = state.bytes
-        elif cast and stored_dtype != job.compute_dtype:
-            ledger.touch("workspace", size + state.bytes)
-            size = state.bytes
-        ledger.touch("workspace", size + work)
-        ledger.hold("workspace", size if shared else 0)
-        yield state
-        ledger.hold("workspace", -size if shared else 0)
-
-
 def joined_experts(job: Job) -> int:
     """Return the elements of the largest weight that is joined from experts as they are read; 0 where the files join them."""
     assert job.spec is not None
-    if not job.spec.copied:
-        return 0
-    return max(parameter.elements for parameter in job.spec.parameters if parameter.role == "expert")
+    return max(each.elements for each in job.spec.parameters if each.role == "expert") if job.spec.copied else 0
 
 
 def expert_copies(job: Job) -> int:
@@ -212,15 +220,8 @@ def expert_copies(job: Job) -> int:
     of this dtype, what is read later still lies in the mapped file by then, which weighs more.
     """
     assert job.spec is not None
-    largest = joined_experts(job)
-    if not largest:
-        return 0
-    adapter = job.strategy.adapter != "none"
-    dtype = job.compute_dtype if adapter else job.kept_dtype
-    if job.spec.config.get("dtype") in (None, dtype):
-        return 0
-    added = sum(state.bytes for state in parameters_of(job) if state.trainable) if adapter else 0
-    return max(0, largest * BYTES_OF[dtype] - added)
+    dtype = job.compute_dtype if job.strategy.adapter != "none" else job.kept_dtype
+    return 0 if job.spec.config.get("dtype") in (None, dtype) else joined_experts(job) * BYTES_OF[dtype]
 
 
 def quantization_constants(job: Job) -> int:

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from toolkit.config.strategy import usual_shardings
 from toolkit.core.errors import StrategyError
-from toolkit.core.units import BYTES_OF, MiB, ceil_div
+from toolkit.core.units import BYTES_OF, MiB
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.resolution import resolve
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import SEND_CHUNK, parameters_of, trained_elements
+from toolkit.engines.states import SEND_CHUNK, parameters_of
 from toolkit.engines.traces import Segment, Trace, TraceConfig
 from toolkit.forecasting.trace_cache import trace_of
 from toolkit.forecasting.traces import split_segments
@@ -160,23 +160,17 @@ def replay_ranks(
 
 
 def _simulate_save(simulation: Simulation, save: bool) -> None:
-    """Simulate a checkpoint's snapshot on every rank, and the export on rank 0.
+    """Simulate a checkpoint's snapshot on every rank, and the export on rank 0. On a GPU both go to the host.
 
-    A model is written tensor by tensor, an adapter at once. On a GPU both go to the host. Other ranks send their shards in pieces
-    of at most `SEND_CHUNK` bytes.
+    A model is written tensor by tensor, an adapter at once.
     """
     ledger, job = simulation.ledger, simulation.job
     ledger.enter("save")
-    each, ranks = BYTES_OF[job.weight_dtype], job.parallelism.shard_size
-    sizes = [state.elements * each for state in parameters_of(job) if state.trainable] if save else []
+    sizes = [state.elements * BYTES_OF[job.weight_dtype] for state in parameters_of(job) if state.trainable and save]
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
-    whole = trained_elements(job) * BYTES_OF[job.compute_dtype]
-    cut = ranks if job.engine.expected_state(job).trainable < whole else 1
-    piece = min(SEND_CHUNK, ceil_div(max(sizes, default=0), cut)) if ranks > 1 else 0
     if job.device.kind == "cpu":
-        snapshot = simulation.snapshot if simulation.num_checkpoints else 0
         ledger.hold("workspace", -simulation.kept_snapshot)
-        ledger.touch("workspace", max(written + piece, snapshot))
+        ledger.touch("workspace", max(written, simulation.snapshot if simulation.num_checkpoints else 0))
     else:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
         ledger.rank0_host(written)

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.config.parallelism import Parallelism, count_ranks
 from toolkit.core.display import Table
-from toolkit.core.pictures import GRID, INK, QUIET, WIDTH, ink_on, picture
+from toolkit.core.pictures import GRID, INK, QUIET, WIDTH, ink_on, mark_places, picture
 
 STAGES, ROWS, CELLS = 6, 8, 24
 """The most stages, rows, and ranks of a row that are drawn. Of more, the first ones and the last."""
@@ -35,8 +35,8 @@ def draw_mesh(sizes: Parallelism, pipeline: Mapping[str, Any] | None = None) -> 
     title = f"{sizes.ranks} ranks: " + " × ".join(f"{name} {size}" for name, size, _ in _dimensions(sizes))
 
     def draw(axes: Any) -> None:
-        axes.set(xlim=(0, WIDTH - left - 12), ylim=(len(rows), 0), xticks=[])
-        axes.set_yticks([row + 0.5 for row in range(len(rows))], [_row_label(row, sizes) for row in rows], size=12)
+        axes.set(xlim=(0, WIDTH - left - 12), ylim=(len(rows), 0))
+        mark_places(axes, "y", {place + 0.5: _row_label(row, sizes) for place, row in enumerate(rows)}, size=12)
         for column, stage in enumerate(stages):
             middle = (column + 0.5) * width
             text = {"ha": "center", "size": 11, "clip_on": False}
@@ -108,17 +108,23 @@ def _draw_ranks(
     place: tuple[float, int, float],
 ) -> None:
     """Draw the ranks from `first` on that share a stage and a row, side by side from `place`: left, top, width."""
+    from matplotlib.patches import Rectangle
+
     left, top, whole = place
     width = whole / len(slices)
+
+    def box(begin: float, up: float, wide: float, high: float, shade: str) -> None:
+        axes.add_artist(Rectangle((begin, up), wide, high, facecolor=shade, lw=0))
+
     for number, tp in enumerate(slices):
         x, middle = left + number * width, {"ha": "center", "va": "center", "clip_on": False}
         if tp is None:
             axes.text(x + width / 2, top + 0.5, "…", color=INK, **middle)
             continue
         part = (width - 3) / sizes.tp
-        axes.barh(top + 0.36, width - 3, 0.6, x + 1.5, color=colour, lw=0)
-        axes.barh(top + 0.76, width - 3, 0.14, x + 1.5, color=GRID, lw=0)
-        axes.barh(top + 0.76, part, 0.14, x + 1.5 + part * tp, color=colour, lw=0)
+        box(x + 1.5, top + 0.06, width - 3, 0.6, colour)
+        box(x + 1.5, top + 0.69, width - 3, 0.14, GRID)
+        box(x + 1.5 + part * tp, top + 0.69, part, 0.14, colour)
         rank = first + tp
         words = f"{rank}\nexperts {rank % sizes.ep + 1}/{sizes.ep}" if sizes.ep > 1 else str(rank)
         look = {"size": 9 if rank < 1000 else 7, "color": ink_on(colour), "linespacing": 1.0, **middle}

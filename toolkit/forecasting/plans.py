@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.fields import differing
-from toolkit.config.flags import spell
+from toolkit.config.flags import spell, spoken
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
@@ -211,9 +210,13 @@ class Plan(Result):
         return f"{reason} {why}".strip()
 
     def _flags(self, model: str, excluded: Collection[str] = ()) -> str:
-        strategy = {name: value for name, value in differing(self.best.strategy).items() if name not in excluded}
+        fields = {
+            name: value
+            for name, value in spoken(self.best.strategy, self.best.train_config).items()
+            if name not in excluded
+        }
         model_field = {} if model == EMBEDDED else {"model": model, "data": "YOUR_DATA"}
-        return shlex.join(spell({**model_field, **strategy, **differing(self.best.train_config)}))
+        return shlex.join(spell({**model_field, **fields}))
 
 
 PLAN_COLUMNS = ("sharding", "offload", "recompute", "batch")
@@ -268,12 +271,11 @@ def plan(
     """
     check_type("strategy", strategy, Strategy)
     check_type("train_config", train_config, TrainConfig)
-    spec = model if isinstance(model, ModelSpec) else describe(model)
-    base, request = strategy or Strategy(), train_config or TrainConfig()
+    request = train_config or TrainConfig()
     search = Search(
-        spec=spec,
-        strategy=base,
-        train_config=dataclasses.replace(request, seq_len=request.seq_len if seq_len is None else seq_len),
+        spec=model if isinstance(model, ModelSpec) else describe(model),
+        strategy=strategy or Strategy(),
+        train_config=request if seq_len is None else dataclasses.replace(request, seq_len=seq_len),
         machine=on if isinstance(on, Hardware) else hardware(on),
         global_batch=0,
         one_document=one_document,
@@ -283,16 +285,21 @@ def plan(
     default = math.ceil(DEFAULT_BATCH / search.data_ranks) * search.data_ranks
     search = dataclasses.replace(search, global_batch=default if global_batch is None else global_batch)
     _check_request(search, vary, allow_unquantized)
+    return _ranked(search, vary, whole=whole)
+
+
+def _ranked(search: Search, vary: Collection[str], *, whole: bool) -> Plan:
+    """Run a search, and then those of alternatives."""
     ranked, rejected = search.run()
     return Plan(
-        model=spec.name,
+        model=search.spec.name,
         hardware=search.machine,
         global_batch=search.global_batch,
         ranked=tuple(ranked),
         rejected=tuple(rejected),
         alternatives=tuple(find_alternatives(search, vary, machines=True) if ranked else find_alternatives(search)),
-        tokens=tokens,
-        price=price,
+        tokens=search.tokens,
+        price=search.price,
         whole=whole,
     )
 

@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.train_config import TrainConfig, pipeline_rows
 from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import MiB, ceil_div, format_bytes
@@ -124,7 +125,8 @@ def resolve_request(
         raise StrategyError(
             f"ranks {count}: expected at most {machine.ranks}, one a GPU of {machine.label}. Choose fewer, or a larger machine."
         )
-    return resolve(strategy, train_config or TrainConfig(), spec, count, machine.device), machine
+    train_config = train_config or from_dict(TrainConfig, pipeline_rows(strategy.pp))
+    return resolve(strategy, train_config, spec, count, machine.device), machine
 
 
 def check_type(name: str, value: Any, kind: type[Any]) -> None:
@@ -197,14 +199,24 @@ def forecast_job(
     num_checkpoints: int = 1,
     expert_imbalance: float = 1.0,
     others: bool = False,
+    rank: int | None = None,
 ) -> Forecast:
-    """Forecast a job; `save`, `num_checkpoints` and `expert_imbalance` as in `forecast`; `others`: as in `traced`."""
+    """Forecast a job, on its fullest rank.
+
+    Args:
+        job: with a spec.
+        machine: where it runs.
+        one_document, save, num_checkpoints, expert_imbalance: as in `forecast`.
+        others: as in `traced`.
+        rank: of a pipeline, forecast the memory of this rank's stages.
+    """
     assert job.spec is not None, "a forecast needs a model"
     job = dataclasses.replace(job, expert_imbalance=expert_imbalance)
     trace = traced(job, masked=not one_document, others=others)
     steps = all_steps(job, trace)
     ledgers: list[Ledger] = replay_ranks(job, trace, steps[0], save=save, num_checkpoints=num_checkpoints)
-    result = build_forecast(job, machine, steps, ledgers)
+    own = None if rank is None or job.parallelism.pp == 1 else ledgers[job.coordinates(rank).pp]
+    result = build_forecast(job, machine, steps, ledgers, own)
     if num_checkpoints and result.host_lacks:
         bare: Ledger = replay(job, trace, steps[0], save=save, num_checkpoints=0)
         without = bare.node_peak(ceil_div(job.ranks, machine.nodes))
@@ -231,10 +243,17 @@ def fastest_checkpointing(job: Job, machine: Hardware, **options: Any) -> Job | 
 
 
 def build_forecast(
-    job: Job, machine: Hardware, steps: Sequence[Sequence[Segment]], ledgers: Sequence[Ledger]
+    job: Job,
+    machine: Hardware,
+    steps: Sequence[Sequence[Segment]],
+    ledgers: Sequence[Ledger],
+    own: Ledger | None = None,
 ) -> Forecast:
-    """Build a forecast from the segments of a step, of each trace, and the ledgers of their simulation, of each rank."""
-    ledger, (step, *others) = max(ledgers, key=lambda each: each.peak), steps
+    """Build a forecast from the segments of a step, of each trace, and the ledgers of their simulation, of each rank.
+
+    Its memory is that of the ledger `own`, by default the fullest.
+    """
+    ledger, (step, *others) = own or max(ledgers, key=lambda each: each.peak), steps
     others = others if job.parallelism.pp > 1 else []
     return Forecast(
         job=job,

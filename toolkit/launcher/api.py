@@ -17,6 +17,7 @@ from toolkit.config.fields import differing, from_dict
 from toolkit.config.flags import spell, to_flags
 from toolkit.config.run_config import EMBEDDED, SECTIONS
 from toolkit.config.strategy import Strategy
+from toolkit.config.train_config import pipeline_rows
 from toolkit.config.unknown_names import unknown_arguments
 from toolkit.core.atomic_io import expand_user
 from toolkit.core.display import Result, Table
@@ -191,10 +192,9 @@ def _sort_options(
                 "Save it into a folder (save_pretrained), and name the folder."
             )
         values["model"] = spec.source or EMBEDDED
-    return {
-        name: from_dict(owner, {key: value for key, value in values.items() if owner_of[key] == name})
-        for name, owner in LAUNCH_OWNERS.items()
-    }
+    owned = {name: {key: value for key, value in values.items() if owner_of[key] == name} for name in LAUNCH_OWNERS}
+    owned["train_config"] |= pipeline_rows(from_dict(Strategy, owned["strategy"]).pp, values) if recipe else {}
+    return {name: from_dict(owner, owned[name]) for name, owner in LAUNCH_OWNERS.items()}
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ A rank is `python -m toolkit.launcher.script_run FOLDER KIND NAME SHA256 [ARGUME
 from __future__ import annotations
 
 # First, so that a rank ends with its launcher even while it imports torch.
-from toolkit.core.process_lifecycle import die_with_parent, leave_safe_path
+from toolkit.core.process_lifecycle import die_with_parent, import_libraries, leave_safe_path
 
 if __name__ == "__main__":
     die_with_parent()
@@ -114,6 +114,7 @@ def host(path: Path, target: Target) -> int:
 
 def _run(folder: Folder, target: Target) -> None:
     if target.kind == "function":
+        import_libraries("accelerate")  # and with it torch
         function, args, kwargs = load_function(folder.function, target.sha256)
         function(*args, **kwargs)
     elif target.kind == "script":

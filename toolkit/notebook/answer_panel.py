@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,9 @@ NEEDED = ("ipywidgets", "anywidget")
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 """The MIME type of a widget."""
+
+AT_ONCE = 0.1
+"""Seconds that an answer may take to be given while a slider is dragged."""
 
 OLD = "opacity:.35;filter:grayscale(1)"
 """The look of an answer to values that were changed since."""
@@ -44,13 +48,14 @@ class AnswerPanel:
     names: Sequence[str]
     """Names of the controls that `set` takes."""
 
-    def __init__(self, name: str, heading: str, continuous: Collection[str] = ()) -> None:
+    def __init__(self, name: str, heading: str, continuous: Collection[str] | None = None) -> None:
         """Answer once, and make controls where ipywidgets and anywidget are installed.
 
         Args:
             name: the panel's name in errors.
             heading: stands above the controls.
-            continuous: sliders that answer while they are dragged; others answer at their release.
+            continuous: sliders that answer while they are dragged; others answer at their release. None: all, if the first
+                answer is quick.
         """
         self._name = name
         self.value: Any = None
@@ -64,7 +69,14 @@ class AnswerPanel:
         """The display of all cells that show the answer; None before the first does."""
         self._page = ""
         """What it shows."""
+        self._kept: dict[Any, Any] = {}
+        """Answers by `_key`."""
+        self._drawn: dict[Any, dict[str, list[Any]]] = {}
+        """Pictures and tables of those that are results, which change no more."""
+        began = time.monotonic()
         self._answer()
+        if continuous is None:
+            continuous = self.names if time.monotonic() - began < AT_ONCE else ()
         if all(importlib.util.find_spec(module) for module in NEEDED):
             from toolkit.notebook.widgets import Panel
 
@@ -88,6 +100,10 @@ class AnswerPanel:
     def _compute(self) -> Any:
         """Return the answer to the current values."""
         raise NotImplementedError
+
+    def _key(self) -> Any:
+        """Return what the answer is kept under: equal values have one answer. None for an answer that may change."""
+        return None
 
     def _command(self) -> str:
         """Return the equivalent command of a shell; empty where none exists."""
@@ -134,13 +150,30 @@ class AnswerPanel:
         """Compute the answer to the current values. An impossible request sets `refusal`: a panel shows no traceback."""
         self.value, self.refusal = None, ""
         try:
-            self.value = self._compute()
+            key = self._key()
+            self.value = self._kept[key] if key in self._kept else self._compute()
         except ToolkitError as error:
             self.refusal = str(error)
+        else:
+            if key is not None:
+                self._kept[key] = self.value
+
+    def _parts(self) -> dict[str, list[Any]]:
+        """Return the answer's pictures and tables; those of a kept result are drawn once."""
+        key = self._key() if isinstance(self.value, Result) else None
+        parts = self._drawn.get(key) or _figures_and_tables(self.value)
+        if key is not None:
+            self._drawn[key] = parts
+        return parts
+
+    def forget(self) -> None:
+        """Drop the kept answers: the next ones are computed and drawn again."""
+        self._kept.clear()
+        self._drawn.clear()
 
     def static_html(self) -> str:
         """Return HTML that needs no kernel, script or network, and the equivalent command."""
-        hint, parts = "" if self.panel is not None else FIX, _figures_and_tables(self.value)
+        hint, parts = "" if self.panel is not None else FIX, self._parts()
         sentence = markup(explained(self.sentence, set()))
         return redact(
             render("explorer", sentence=sentence, command=self._command(), hint=hint, legible=LEGIBLE, **parts)

@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core import background
 from toolkit.core.display import Result
 from toolkit.core.errors import StrategyError, ToolkitError, nearest
 from toolkit.core.process_lifecycle import die_with_parent
@@ -84,6 +85,9 @@ class Explorer(AnswerPanel):
     def _compute(self) -> Any:
         return VIEWS[self.kind][0](self.state)
 
+    def _key(self) -> Any:
+        return tuple(self.state.values.items()) if self.state.run is None else None  # a run may still be running
+
     def _command(self) -> str:
         return command(self.kind, self.state)
 
@@ -93,7 +97,7 @@ class Explorer(AnswerPanel):
 
     def _after(self, names: Collection[str] = ()) -> None:
         """Trace for the other sequence lengths in the background."""
-        if set(names) == {"seq_len"} or "seq_len" not in self.names:
+        if set(names) == {"seq_len"} or "seq_len" not in self.names or not background.allowed():
             return
         if self._ahead is not None:
             self._ahead.terminate()

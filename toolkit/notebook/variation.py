@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit.core.errors import StrategyError, ToolkitError
+from toolkit.core.errors import StrategyError
 from toolkit.notebook.answer_panel import AnswerPanel, unknown_control
 from toolkit.notebook.explorer_state import Choice
-
-AT_ONCE = 0.1
-"""Seconds that an answer may take to be given while a slider is dragged."""
 
 
 class Variation(AnswerPanel):
     """A panel over a function: `controls` by name, `value` (its answer to where they stand), `static_html()`."""
 
     def __init__(
-        self, answer: Callable[..., Any], options: Mapping[str, Sequence[Any]], start: Mapping[str, Any], heading: str
+        self,
+        answer: Callable[..., Any],
+        options: Mapping[str, Sequence[Any]],
+        start: Mapping[str, Any],
+        heading: str,
+        *,
+        ahead: bool = False,
     ) -> None:
-        """Answer once at `start`."""
+        """Answer once at `start`; with `ahead`, for all values."""
         self._function, self._options = answer, {name: tuple(values) for name, values in options.items()}
         self.names = tuple(self._options)
         self._values = {name: start.get(name, values[len(values) // 2]) for name, values in self._options.items()}
-        self._answers: dict[tuple[Any, ...], Any] = {}
         for name in start.keys() - self._options.keys():
             raise unknown_control("vary", name, self.names)
         self._check()
-        began = time.monotonic()
-        with contextlib.suppress(ToolkitError):  # shown as a sentence
-            self._compute()
-        at_once = time.monotonic() - began < AT_ONCE
-        super().__init__("vary", heading, continuous=self.names if at_once else ())
+        super().__init__("vary", heading, continuous=self.names if ahead else None)
+        if ahead:
+            first = self._values
+            for values in itertools.product(*self._options.values()):
+                self._values = dict(zip(self.names, values, strict=True))
+                self._answer()
+                self._parts()
+            self._values = first
+            self._answer()
 
     def choices(self) -> list[Choice]:
         """Return the controls' choices at the current values, in order."""
@@ -52,17 +57,21 @@ class Variation(AnswerPanel):
                 expected = ", ".join(map(str, self._options[name]))
                 raise StrategyError(f"{name} {value!r} is not a choice of this panel. Expected one of {expected}.")
 
-    def _compute(self) -> Any:
-        """Return the function's answer, computed once for each set of values."""
+    def _key(self) -> Any:
         self._check()
-        key = tuple(self._values.values())
-        if key not in self._answers:
-            self._answers[key] = self._function(**self._values)
-        return self._answers[key]
+        return tuple(self._values.values())
+
+    def _compute(self) -> Any:
+        return self._function(**self._values)
 
 
 def vary(
-    answer: Callable[..., Any], *, start: Mapping[str, Any] | None = None, title: str = "", **choices: Sequence[Any]
+    answer: Callable[..., Any],
+    *,
+    start: Mapping[str, Any] | None = None,
+    title: str = "",
+    ahead: bool = False,
+    **choices: Sequence[Any],
 ) -> Variation:
     """Return a panel with a control for each keyword, over what `answer` returns for their values.
 
@@ -73,6 +82,8 @@ def vary(
             `_repr_html_`, or a sentence. A `ToolkitError` that it raises is shown as a sentence. Each answer is
             computed once and kept.
         start: keyword → its first value; by default the middle of the sequence.
+        ahead: whether to answer for all values now, so that a moved control only shows what is there: for a function
+            that takes longer than a moment.
         title: stands above the controls; by default the function's name.
         choices: keyword → its values.
 
@@ -86,4 +97,5 @@ def vary(
         raise StrategyError(
             "vary: there is nothing to move. Expected a keyword with its values, such as rank=[1, 2, 4]."
         )
-    return Variation(answer, choices, start or {}, title or str(getattr(answer, "__name__", "")).replace("_", " "))
+    heading = title or str(getattr(answer, "__name__", "")).replace("_", " ")
+    return Variation(answer, choices, start or {}, heading, ahead=ahead)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from toolkit.config.fields import differing
 from toolkit.config.flags import spell
@@ -194,10 +194,15 @@ class AuditedPrepare(OwnLoop):
     def _prepare_upstream(self, objects: Sequence[Any], models: Sequence[Any], placement: list[bool] | None) -> Any:
         """Call Accelerate's `prepare`. In a user's loop the new optimizers clip; lines say what is done besides."""
         optimizers, schedulers = list(self._optimizers), len(self._schedulers)
+        given = [
+            (optimizer, [[ref(parameter) for parameter in group["params"]] for group in optimizer.param_groups])
+            for optimizer in models_and_optimizers(objects)[1]
+        ]
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(self.job.engine.preparing(self.job, model))
             result = super().prepare(*objects, device_placement=placement)
+        _keep_parameters(models, given)
         new = [optimizer for optimizer in self._optimizers if self.own_loop and optimizer not in optimizers]
         for optimizer in new:
             self.clip_before_step(optimizer)
@@ -269,6 +274,20 @@ class AuditedPrepare(OwnLoop):
                 f"{reason[:200]}. What save_state wrote loads under the same sharding and model alone; toolkit export makes a "
                 "model of it."
             ) from error
+
+
+def _keep_parameters(models: Sequence[Any], given: Sequence[tuple[Any, list[list[Any]]]]) -> None:
+    """Give each optimizer's groups the parameters that they had, weak references, where these are still the model's.
+
+    Accelerate finds a parameter by its shard's address (`fsdp2_switch_optimizer_parameters`), and empty shards share one. One of
+    them would be stepped several times. The others' gradients, which hold the buffer of their layer's, would never be freed.
+    """
+    kept = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer, groups in given:
+        for group, references in zip(optimizer.param_groups, groups, strict=False):  # DeepSpeed makes groups of its own
+            before, now = [reference() for reference in references], group["params"]
+            if len(before) == len(now) and kept.issuperset(map(id, (*before, *now))):
+                group["params"] = before
 
 
 def _refuse_no_sync(sharding: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.records import Prepared
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 IDS = ("top_k_index", "router_indices")
 """Names of the second argument of fused experts: each token's experts [tokens, k], numbered over all ranks."""
+
+
+def routed_modules(prepared: Prepared) -> Iterator[tuple[Any, str, int]]:
+    """Yield each module with fused experts, the name of its argument with each token's experts, and their number over all ranks."""
+    for module in prepared.model.modules():
+        names = [name for name in inspect.signature(type(module).forward).parameters if name in IDS]
+        if names and hasattr(module, "num_experts"):
+            yield module, names[0], int(module.num_experts) * prepared.job.strategy.ep
 
 
 class ExpertLoad:
@@ -28,13 +36,10 @@ class ExpertLoad:
         """Another rank of a tensor-parallel group sees the same tokens; each stage of a pipeline counts its own layers."""
         self._layers: list[torch.Tensor] = []
         self._hooks: list[Any] = []
-        for module in prepared.model.modules() if not job.strategy.compile else ():
-            names = [name for name in inspect.signature(type(module).forward).parameters if name in IDS]
-            if names and hasattr(module, "num_experts"):
-                experts = int(module.num_experts) * job.strategy.ep
-                self._layers.append(torch.zeros(experts, dtype=torch.long, device=device))
-                hook = self._hook(self._layers[-1], names[0])
-                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for module, name, experts in routed_modules(prepared) if not job.strategy.compile else ():
+            self._layers.append(torch.zeros(experts, dtype=torch.long, device=device))
+            hook = self._hook(self._layers[-1], name)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _hook(self, counts: torch.Tensor, name: str) -> Any:
         import torch

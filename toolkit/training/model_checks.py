@@ -25,15 +25,15 @@ def check_model(job: Job, model: torch.nn.Module) -> None:
         StrategyError: naming the parameter, and what to do.
         StrategyMismatch: for trained parameters in several dtypes.
     """
-    check_adapter(job.strategy, model)
+    check_requested(job.strategy, model)
     check_uniform(job, model)
     check_divisible(job, model)
     check_hooks(job, model)
     check_copies(model)
 
 
-def check_adapter(strategy: Strategy, model: torch.nn.Module) -> None:
-    """Refuse a model without the adapter that was requested, without compiled layers, or with an attention over its own rows."""
+def check_requested(strategy: Strategy, model: torch.nn.Module) -> None:
+    """Refuse a model without what `toolkit.load` adds on request: context-parallel attention, an adapter, compiled layers."""
     kernel = getattr(getattr(model, "config", None), "_attn_implementation", "")
     if strategy.cp > 1 and not str(kernel).startswith("cp_"):
         raise StrategyError(

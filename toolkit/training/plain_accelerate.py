@@ -26,7 +26,7 @@ from toolkit.engines.resolution import resolve
 from toolkit.engines.timeouts import pg_timeout
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import RUN_DIR
-from toolkit.training.model_checks import check_adapter
+from toolkit.training.model_checks import check_requested
 from toolkit.training.preparation import Audit, models_and_optimizers
 from toolkit.training.preparation import audit as audit_prepared
 from toolkit.training.run_log import count_steps, log
@@ -65,7 +65,7 @@ def _launched_job(model: Any) -> Job:
     """Return the job of the launch. Precision, adapter and clipping are the script's own."""
     ranks, device = int(os.environ.get("WORLD_SIZE", "1")), hardware().device
     requested = agree(None, os.environ)
-    check_adapter(requested, model)
+    check_requested(requested, model)
     strategy = replace(requested, precision="fp32", adapter="none", attention="auto")
     clipping = model.gradient_clipping() if hasattr(model, "gradient_clipping") else 0.0
     return resolve(strategy, TrainConfig(max_grad_norm=clipping), None, ranks, device)

@@ -129,14 +129,7 @@ def run_preflight(
         set_deepspeed_cpu()
     if prepared is None:
         _refuse_without_effect(strategy)
-    if run_config.sample and (strategy.pp > 1 or strategy.tp_sequence):
-        why = f"no rank of pp {strategy.pp} holds the whole model, which answers"
-        why = (
-            why
-            if strategy.pp > 1
-            else f"tp_sequence divides tokens over tp {strategy.tp}, and an answer has one at a time"
-        )
-        raise StrategyError(f"sample: {why}. Leave --sample out.")
+        _refuse_sample(run_config, strategy)
     check_trackers(run_config.tracker)
     require_libraries(resolve(strategy, train_config, None, ranks, device))
     fingerprints, notes, certificate = json.loads(prepared) if prepared else ({}, [], None)
@@ -169,12 +162,18 @@ def run_preflight(
         for name, known in ((name, each) for name, each in rows.items() if each):
             notes += [f"{name}: {warning}" for warning in spell_remarks(known.remarks, known.documents)]
         notes += _summary(data, resolved)
-        if device.kind == "cuda" and (cost := across_nodes(resolved, hardware().count)):
-            notes.append(cost)
     eval_rows = rows.get("eval_data")
     return Preflight(
         job=resolved, tokenizer=tokenizer, rows=data, eval_rows=eval_rows, notes=tuple(notes), guard=certificate
     )
+
+
+def _refuse_sample(run_config: RunConfig, strategy: Strategy) -> None:
+    why = f"tp_sequence divides tokens over tp {strategy.tp}, and an answer has one at a time"
+    if strategy.pp > 1:
+        why = f"no rank of pp {strategy.pp} holds the whole model, which answers"
+    if run_config.sample and (strategy.pp > 1 or strategy.tp_sequence):
+        raise StrategyError(f"sample: {why}. Leave --sample out.")
 
 
 def _refuse_without_effect(strategy: Strategy) -> None:
@@ -230,16 +229,18 @@ def _naming_flag(name: str, run_config: RunConfig) -> Iterator[None]:
 
 
 def _summary(rows: Rows, job: Job) -> list[str]:
-    """Return three lines: the rows, the trained part of them, and the epochs of the steps."""
+    """Return lines: the rows, the trained part of them, the epochs of the steps, and the cost of a group over nodes."""
     config, size = job.train_config, rows.count * rows.seq_len * (2 if rows.kind == "seq2seq" else 1)
     batch = config.micro_batch * config.accumulation * job.parallelism.dp_size
-    return [
+    lines = [
         f"rows: {rows.count:,} of {rows.seq_len} tokens, {1 - rows.tokens / size:.1%} of them padding, from"
         f" {rows.documents:,} documents of up to {rows.longest:,} tokens",
         f"tokens: {rows.tokens:,}, {rows.trained_tokens / rows.tokens:.1%} of them trained; {rows.truncated:,} documents"
         f" cut, {rows.too_long:,} left out as too long, {rows.dropped:,} rows dropped without a trained label",
         f"epochs: {config.total_steps * batch / rows.count:.2f} ({config.total_steps:,} steps of {batch:,} rows)",
     ]
+    cost = across_nodes(job, hardware().count) if job.device.kind == "cuda" else ""
+    return [*lines, cost] if cost else lines
 
 
 def with_forecast(preflight: Preflight, run_config: RunConfig, machine: Hardware, start: int = 0) -> Preflight:

@@ -119,7 +119,7 @@ def restore_masters(prepared: Prepared, given: GivenWeights, *, from_checkpoint:
 
     An engine with separate masters makes them from weights that were already rounded to the compute dtype (DeepSpeed's
     bf16 and fp16). The user's own fp32 values are those that the module held. Where the checkpoint holds more than the compute
-    dtype can say, rank 0 reads it again, tensor by tensor, and broadcasts each; elements that the user changed stay. An
+    dtype can say, it is read again, tensor by tensor; elements that the user changed stay. An
     adapter's first values are no checkpoint's, and were rounded when they were drawn.
 
     Raises:
@@ -164,8 +164,8 @@ def _with_changes(whole: torch.Tensor, copies: list[Part]) -> torch.Tensor:
 def _exact_weights(prepared: Prepared, given: GivenWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the fp32 values of each trained parameter on every rank; none where no tensor was cast while it was read.
 
-    A tensor at a time where the files hold them in a known layout (`disk_layouts`). Else rank 0 reads the model whole into
-    host memory.
+    Each rank reads a tensor at a time where the files hold them in a known layout (`disk_layouts`). Else rank 0 reads the model
+    whole into host memory.
     """
     import torch
     from accelerate.utils import broadcast
@@ -176,10 +176,10 @@ def _exact_weights(prepared: Prepared, given: GivenWeights) -> Iterator[tuple[st
     shapes = {
         name: shape for name, shape in given.shapes.items() if expected.get(name) == shape and name not in given.wide
     }
-    weights = StreamedWeights.of_shapes(accelerator, spec, model, shapes)
+    weights = StreamedWeights.of_shapes(accelerator.device, spec, model, shapes)
     if weights is not None:
         rounded = bool(shapes) and weights.dtypes != {prepared.job.compute_dtype}
-        yield from ((name, weights.share(name).float()) for name in (shapes if rounded else ()))
+        yield from ((name, weights.tensor(name).to(accelerator.device).float()) for name in shapes if rounded)
         return
     whole: dict[str, torch.Tensor] = {}
     if accelerator.is_main_process:

@@ -16,6 +16,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
+from toolkit.core.process_lifecycle import import_libraries
 from toolkit.core.rank_output import tee_output
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.heartbeat import Beat
@@ -56,7 +57,7 @@ def run_rank(train_rank: Callable[[RankRun], int], arguments: Sequence[str] | No
     with folder:
         tee_output(folder.log(rank), rank=rank, supervised=supervised(), token=folder.token)
         with folder.room_for_error(rank):
-            return _run_recorded(train_rank, flags, folder, rank)
+            return _run_recorded(train_rank, flags, folder, rank, own_process=arguments is None)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,12 +91,16 @@ def resolve_flags(flags: argparse.Namespace, path: Path | None = None) -> tuple[
     return merged_run, merged_train, agree(requested, os.environ, bound)
 
 
-def _run_recorded(train_rank: Callable[[RankRun], int], flags: argparse.Namespace, folder: Folder, rank: int) -> int:
+def _run_recorded(
+    train_rank: Callable[[RankRun], int], flags: argparse.Namespace, folder: Folder, rank: int, *, own_process: bool
+) -> int:
     """Run the recipe, and record the error that ends it for the supervisor. Return the exit code."""
     beat = Beat(folder.beat(rank), rank)
     try:
         with beat:  # its last entry tells where an exception was raised
             resolved = resolve_flags(flags, folder.path if flags.resume else None)
+            if own_process:
+                import_libraries("transformers.modeling_utils")  # and with it torch
             return train_rank(RankRun(folder, beat, *resolved, resume=flags.resume))
     except ToolkitError as error:
         return _report_error(folder, rank, error, resumed=flags.resume)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ from typing import Any
 from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.process_lifecycle import die_with_parent
+from toolkit.core.process_lifecycle import die_with_parent, import_libraries
 from toolkit.core.units import ceil_div
 from toolkit.engines.shards import overlaps, parts
 from toolkit.models import describe
@@ -171,9 +170,9 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
 
     logging.disable_progress_bar()
     strategy, ranks, values = from_dict(Strategy, request["strategy"]), request["ranks"], dict(request["config"])
-    libraries = ["accelerate", *(["deepspeed"] if strategy.sharding.startswith("zero") else [])]
-    for name in libraries:
-        importlib.import_module(name)
+    libraries = ["transformers.modeling_utils", "accelerate"]
+    libraries += ["deepspeed"] if strategy.sharding.startswith("zero") else []
+    import_libraries(*libraries)
     if strategy.adapter != "none":
         _draw_both_halves()
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)

@@ -1,4 +1,4 @@
-"""A checkpoint's weights one at a time: rank 0 reads, every rank gets each by broadcast. No rank holds the whole model."""
+"""A checkpoint's weights one at a time: a rank reads what it keeps. No rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.core.units import ceil_div
 from toolkit.engines.deferred import defer, end_deferral
-from toolkit.engines.rank_calls import on_main
 from toolkit.engines.simulation import NESTED_BLOCK, PIECE, QUANT_BLOCK
 from toolkit.engines.states import persistent_buffers
 from toolkit.models import ModelSpec
 from toolkit.models.files import SAFETENSORS_DTYPES
-from toolkit.models.hf_loading import disk_layouts, open_tensors, set_tensor
+from toolkit.models.hf_loading import disk_layouts, first_names, open_tensors, set_tensor
 from toolkit.transforms.fused_experts import packed_experts
 
 if TYPE_CHECKING:
     import torch
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
     Shapes = Mapping[str, tuple[int, ...]]
@@ -45,26 +43,25 @@ class Source:
 
 
 class StreamedWeights:
-    """The weights of a checkpoint, each of one tensor in the files or of several that lie row below row in it."""
+    """The weights of a checkpoint, each of one tensor in the files or of several that lie row below row in it.
 
-    def __init__(
-        self, accelerator: Accelerator, spec: ModelSpec, files: Mapping[str, Any], sources: Mapping[str, Source]
-    ) -> None:
-        """Take the open files by the names of their tensors, which only rank 0 has."""
-        self._accelerator, self._spec, self._files, self._sources = accelerator, spec, files, sources
-        self._own_files: Mapping[str, Any] = {}
+    No call is a collective: a rank reads from the mapped files what it keeps. Packed weights it packs whole, block by block.
+    """
+
+    def __init__(self, device: torch.device, spec: ModelSpec, files: Mapping[str, Any], sources: Mapping[str, Source]):
+        """Take the open files by the names of their tensors."""
+        self._device, self._files, self._sources = device, files, sources
         self._places: dict[int, tuple[str, torch.nn.Parameter]] = {}
         """Parameters without memory, by id, with their names in `_sources`."""
         self._first = {other: group[0] for group in spec.tied for other in group[1:]}
         self._packing: dict[str, Any] = {}
         self._code: torch.Tensor | None = None
-        self.closed = False
 
     @classmethod
     def of_shapes(
-        cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel, shapes: Shapes
+        cls, device: torch.device, spec: ModelSpec, model: PreTrainedModel, shapes: Shapes
     ) -> StreamedWeights | None:
-        """Open the files of a checkpoint for a model's weights of these names and shapes. A collective.
+        """Open the files of a checkpoint for a model's weights of these names and shapes.
 
         Returns:
             None where transformers has to convert the files: joined along their columns, 8-bit weights.
@@ -72,20 +69,15 @@ class StreamedWeights:
         Raises:
             ModelError: where the model has no weights.
         """
-        files: dict[str, Any] = {}
-
-        def find() -> dict[str, tuple[list[str], str]] | None:
-            files.update(open_tensors(spec))
-            sources = {name: _source(files, model, name, shape) for name, shape in shapes.items()}
-            return None if None in sources.values() else cast("dict[str, tuple[list[str], str]]", sources)
-
-        places = on_main(accelerator, find)
-        if places is None:
-            return None
-        return cls(accelerator, spec, files, {name: Source(*places[name], shape) for name, shape in shapes.items()})
+        files, sources = open_tensors(spec), dict[str, Source]()
+        for name, shape in shapes.items():
+            if (source := _source(files, model, name, shape)) is None:
+                return None
+            sources[name] = source
+        return cls(device, spec, files, sources)
 
     @classmethod
-    def of_model(cls, accelerator: Accelerator, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
+    def of_model(cls, device: torch.device, spec: ModelSpec, model: PreTrainedModel) -> StreamedWeights | None:
         """Open the files of an empty model, and fill its buffers. As `of_shapes`."""
         buffers = persistent_buffers(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *buffers.items())}
@@ -93,11 +85,11 @@ class StreamedWeights:
         for name, module in packed.items():
             shape = module.out_features, module.in_features
             shapes[f"{name}.weight"] = shape[::-1] if _is_transposed(module) else shape
-        weights = cls.of_shapes(accelerator, spec, model, shapes | packed_experts(model))
+        weights = cls.of_shapes(device, spec, model, shapes | packed_experts(model))
         if weights is None:
             return None
         for name, buffer in buffers.items():
-            set_tensor(model, name, weights.share(name).to("cpu", buffer.dtype, copy=True))
+            set_tensor(model, name, weights.tensor(name).to("cpu", buffer.dtype, copy=True))
         for module in packed.values():  # their options are the same
             weights._packing = {"storage": module.weight.quant_storage, "kind": module.weight.quant_type}
         return weights
@@ -112,15 +104,14 @@ class StreamedWeights:
         """Whether the files hold weights under other names than the model's, or in parts."""
         return any(source.tensors != [name] for name, source in self._sources.items())
 
+    @property
+    def closed(self) -> bool:
+        """Whether every weight has its place."""
+        return not self._files
+
     def _entry(self, name: str) -> Source:
         """Return where a weight is, perhaps a tied one."""
         return self._sources[self._first.get(name, name)]
-
-    def share(self, name: str) -> torch.Tensor:
-        """Return a weight on every rank, in the file's dtype. A collective."""
-        whole = self._read(name, self._files)
-        self._broadcast(whole)
-        return whole
 
     def attach(self, model: PreTrainedModel) -> None:
         """Take the parameters of an empty model as the places of these weights, whatever the script makes of the model.
@@ -138,7 +129,7 @@ class StreamedWeights:
 
     def defer(self) -> None:
         """Let a script use the parameters as if they had their values. Packed ones stay as they are."""
-        defer((place for place in self._places.values() if self._is_whole(*place)), self.fetch)
+        defer((place for place in self._places.values() if self._is_whole(*place)), self._fetch)
 
     def _is_whole(self, name: str, parameter: torch.nn.Parameter) -> bool:
         return tuple(parameter.shape) == self._entry(name).shape
@@ -152,104 +143,92 @@ class StreamedWeights:
         left |= {key for key, place in self._places.items() if not self._is_whole(*place) and is_empty(place[1])}
         return {name: self._places[id(each)][0] for name, each in model.named_parameters() if id(each) in left}
 
-    def fetch(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Give a parameter the values of a weight, which this rank reads alone."""
-        self._own_files = self._files or self._own_files or open_tensors(self._spec)
-        parameter.data = self._read(name, self._own_files).to("cpu", parameter.dtype, copy=True)
-
-    def _read(self, name: str, files: Mapping[str, Any]) -> torch.Tensor:
-        """Return a weight on the device; without files its memory."""
-        import torch
-
-        source, device = self._entry(name), self._accelerator.device
-        if files and len(source.tensors) == 1:
-            return cast("torch.Tensor", files[source.tensors[0]].get_tensor(source.tensors[0]).to(device))
-        whole = torch.empty(source.shape, dtype=getattr(torch, source.dtype), device=device)
-        first = 0
-        for tensor in source.tensors if files else ():
-            part = files[tensor].get_tensor(tensor).view(-1)
-            whole.view(-1)[first : first + len(part)] = part
-            first += len(part)
-        return whole
+    def _fetch(self, name: str, parameter: torch.nn.Parameter) -> None:
+        parameter.data = self.tensor(name).to("cpu", parameter.dtype, copy=True)
 
     def close(self) -> None:
         """Close the files: every weight has its place."""
-        self._files, self._own_files, self._places, self.closed = {}, {}, {}, True
+        self._files, self._places = {}, {}
 
-    def read(self, name: str, module: Any) -> torch.Tensor:
-        """Return a parameter of a module on every rank, packed where the module takes it packed. A collective."""
+    def tensor(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a weight, or rows of it, in the files' dtype on the host; a view of the mapped file where one tensor has it."""
+        import torch
+
+        source = self._entry(name)
+        parts = (self._files[tensor].get_tensor(tensor) for tensor in source.tensors)
+        if len(source.tensors) == 1:
+            return cast("torch.Tensor", next(parts) if rows is None else next(parts)[rows])
+        count, *others = source.shape
+        first, end, _ = (rows or slice(None)).indices(count)
+        whole = torch.empty(end - first, *others, dtype=getattr(torch, source.dtype))
+        flat, place = whole.view(-1), -first * math.prod(others)
+        for part in parts:  # each begins at `place` in what is returned
+            low, high = max(place, 0), min(place + part.numel(), flat.numel())
+            if low < high:
+                flat[low:high] = part.view(-1)[low - place : high - place]
+            place += part.numel()
+        return whole
+
+    def read(self, name: str, module: Any, dtype: torch.dtype, rows: slice | None = None) -> torch.Tensor:
+        """Return a parameter of a module, or rows of it, in memory of its own on the device.
+
+        It comes in this dtype, or packed where the module takes it packed. The module then gets the constants of all of it.
+        """
         leaf = name.rpartition(".")[2]
         experts = getattr(module, "packed_experts", None)
         if experts is not None and leaf in experts.shapes:
-            data, experts.states[leaf] = self._share_packed(name, experts.shapes[leaf], experts.dtype)
-            return data
-        if type(module).__name__ == "Linear4bit" and leaf == "weight":
+            data, experts.states[leaf] = self._packed(name, experts.shapes[leaf], experts.dtype)
+        elif type(module).__name__ == "Linear4bit" and leaf == "weight":
             shape = (module.out_features, module.in_features)
-            data, module.quant_state = self._share_packed(
+            data, module.quant_state = self._packed(
                 name, shape, module.compute_dtype, transposed=_is_transposed(module)
             )
-            return data
-        return self.share(name)
+        else:
+            mapped = len(self._entry(name).tensors) == 1
+            return self.tensor(name, rows).to(self._device, dtype, copy=mapped)
+        return data if rows is None else data[rows].clone()
 
     def fill(self, model: Any, then: Callable[[Any], object] = lambda parameter: None) -> None:
-        """Read every parameter of a model, whole on every rank, and close the files. A collective.
+        """Read every parameter of a model whole, and close the files.
 
         Args:
             model: the owner of these `streamed_weights`.
             then: is called with each parameter as soon as it has its values.
         """
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        filled: dict[int, Any] = {}
-        for module in model.modules():
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is None:
-                    continue
-                if id(parameter) not in filled:
-                    filled[id(parameter)] = self._filled(names[id(parameter)], module, parameter)
-                    then(filled[id(parameter)])
-                module._parameters[leaf] = filled[id(parameter)]
+        for name, first in first_names(model, buffers=False).items():
+            if name != first:
+                set_tensor(model, name, model.get_parameter(first))
+                continue
+            parameter, module = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+            whole, options = self.read(name, module, parameter.dtype), {}
+            if type(parameter).__name__ == "Params4bit":
+                options = {**parameter.__dict__, "quant_state": module.quant_state}
+            made = type(parameter)(whole, requires_grad=parameter.requires_grad, **options)
+            module._parameters[name.rpartition(".")[2]] = made
+            del parameter
+            then(made)
         self.close()
         del model.streamed_weights
 
-    def _filled(self, name: str, module: Any, parameter: Any) -> Any:
-        """Return the parameter with its values."""
-        import torch
-
-        whole = self.read(name, module)
-        if type(parameter).__name__ == "Params4bit":
-            options = {**parameter.__dict__, "quant_state": module.quant_state}
-            return type(parameter)(whole, requires_grad=False, **options)
-        whole = whole.to(parameter.dtype)
-        if whole.device.type == "cpu" and not whole.untyped_storage().resizable():
-            whole = whole.clone()  # rank 0's may be a view of the mapped file
-        return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-    def _share_packed(
+    def _packed(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, transposed: bool = False
     ) -> tuple[torch.Tensor, Any]:
-        """Return a packed weight of this whole shape on every rank, and its constants. A collective.
+        """Return a packed weight of this whole shape, and its constants.
 
         The bits are those of `from_pretrained`: blocks of 64 weights are packed one by one (`quantize_4bit`).
         """
         import torch
         from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
-        device, elements = self._accelerator.device, math.prod(shape)
         storage, kind = self._packing["storage"], self._packing["kind"]
-        blocks = ceil_div(elements, QUANT_BLOCK)
-        data = torch.empty(ceil_div(elements, 2 * storage.itemsize), 1, dtype=storage, device=device)
-        scales = torch.empty(blocks, dtype=torch.uint8, device=device)
-        offset = torch.empty(1, dtype=torch.float32, device=device)
-        nested = torch.empty(ceil_div(blocks, NESTED_BLOCK), dtype=torch.float32, device=device)
-        if self._files and self._entry(name).dtype == PACKED:
+        data = torch.empty(ceil_div(math.prod(shape), 2 * storage.itemsize), 1, dtype=storage, device=self._device)
+        if self._entry(name).dtype == PACKED:
             scales, offset, nested = self._read_packed(name, data)
-        elif self._files:
+        else:
             exact = self._pack(name, dtype, data, transposed)
-            offset[0] = exact.mean()
-            _, state = quantize_blockwise(exact - offset[0], blocksize=NESTED_BLOCK, out=scales)
+            offset = exact.mean()
+            scales, state = quantize_blockwise(exact - offset, blocksize=NESTED_BLOCK)
             nested = state.absmax
-        for tensor in (data, scales, offset, nested):
-            self._broadcast(tensor)
         if self._code is None:
             self._code = quantize_blockwise(nested, blocksize=NESTED_BLOCK)[1].code
         constants = QuantState(
@@ -257,9 +236,9 @@ class StreamedWeights:
             shape=torch.Size(shape),
             dtype=dtype,
             blocksize=QUANT_BLOCK,
-            code=get_4bit_type(kind, device=device),
+            code=get_4bit_type(kind, device=self._device),
             quant_type=kind,
-            offset=offset[0],
+            offset=offset,
             state2=QuantState(absmax=nested, blocksize=NESTED_BLOCK, code=self._code.clone(), dtype=torch.float32),
         )
         return data, constants
@@ -273,9 +252,8 @@ class StreamedWeights:
         packed = self._files[tensor].get_tensor(tensor).view(torch.uint8).view(-1)
         data.view(-1).view(torch.uint8)[: len(packed)] = packed
         parts = [part for part in self._files if part.startswith(f"{tensor}.")]
-        device = self._accelerator.device
-        state = QuantState.from_dict({part: self._files[part].get_tensor(part) for part in parts}, device)
-        return state.absmax, state.offset.view(1), state.state2.absmax
+        state = QuantState.from_dict({part: self._files[part].get_tensor(part) for part in parts}, self._device)
+        return state.absmax, state.offset, state.state2.absmax
 
     def _pack(self, name: str, dtype: torch.dtype, data: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Read a weight in pieces, pack them into `data`, and return the exact constant of each block."""
@@ -292,7 +270,7 @@ class StreamedWeights:
             # Experts that are fused in the file, too, are whole blocks each.
             for *expert, start in itertools.product(*map(range, experts), range(0, rows, step)):
                 piece = weight[*expert, start : start + step]
-                piece = piece.to(self._accelerator.device, dtype, memory_format=torch.contiguous_format)
+                piece = piece.to(self._device, dtype, memory_format=torch.contiguous_format)
                 part, state = quantize_4bit(
                     piece, blocksize=QUANT_BLOCK, compress_statistics=False, quant_type=self._packing["kind"]
                 )
@@ -301,28 +279,19 @@ class StreamedWeights:
                 exact.append(state.absmax)
         return torch.cat(exact)
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        import torch.distributed as dist
 
-        assert not self.closed, "the files are closed: every weight has its place"
-        if dist.is_initialized():
-            dist.broadcast(tensor, src=0)
-
-
-def _source(
-    files: Mapping[str, Any], model: PreTrainedModel, name: str, shape: tuple[int, ...]
-) -> tuple[list[str], str] | None:
-    """Return the tensors in the files that hold a weight, and their dtype; None for other layouts and dtypes with scales."""
+def _source(files: Mapping[str, Any], model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> Source | None:
+    """Return where the files hold a weight; None for other layouts and dtypes with scales."""
     for layout in disk_layouts(model, name, shape):
         if not layout.keys() <= files.keys():
             continue
         if (state := f"{next(iter(layout))}.quant_state.bitsandbytes__nf4") in files:
-            return ([*layout], PACKED) if _is_known(files[state].get_tensor(state), shape) else None
+            return Source([*layout], PACKED, shape) if _is_known(files[state].get_tensor(state), shape) else None
         slices = [files[tensor].get_slice(tensor) for tensor in layout]
         dtypes = {SAFETENSORS_DTYPES.get(part.get_dtype(), "") for part in slices}
         shapes = [tuple(part.get_shape()) for part in slices]
         if len(dtypes) == 1 and dtypes <= FLOATS and shapes == [*layout.values()]:
-            return [*layout], dtypes.pop()
+            return Source([*layout], dtypes.pop(), shape)
     return None
 
 

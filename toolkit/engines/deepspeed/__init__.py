@@ -183,9 +183,10 @@ class DeepSpeed(ZeroForecast, ZeroState):
         """Return the note that stage 3 partitions while it reads: transformers enters `zero.Init`."""
         if stage_of(job.strategy) < 3:
             return super().loading_note(job, streamed)
-        if job.strategy.quantized and not streamed:
+        if job.strategy.quantized:
             # transformers skips zero.Init for quantized models (modeling_utils.py, `get_init_context`).
-            return "every rank reads and quantizes the whole model, then keeps its shard"
+            what = "packs one weight after the other" if streamed else "quantizes the whole model"
+            return f"every rank reads and {what}, and keeps its shard"
         return "rank 0 reads each parameter, and every rank keeps its shard of it (zero.Init)"
 
 

@@ -6,12 +6,12 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from toolkit.core.units import BYTES_OF, ceil_div, round_up
 from toolkit.engines.base import Engine
-from toolkit.engines.deepspeed.zero3 import Fetches, accumulation_dtype, copies, partitioned, stage_of
+from toolkit.engines.deepspeed.zero3 import Fetches, GradientBucket, accumulation_dtype, copies, partitioned, stage_of
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import Simulation, gathers, host_transfers
@@ -91,12 +91,8 @@ class ZeroForecast(Engine):
 
     def simulate_training(self, simulation: Simulation) -> None:
         """Enter the masters, the moments, the buckets of gradients and the partitions that they end in."""
-        simulation.keep("master", simulation.state.master)
-        _restore_masters(simulation)
-        strategy = simulation.job.strategy
-        if stage_of(strategy) < 3 and strategy.offload == "none":  # zeros, for a moment (`initialize_optimizer_states`)
-            simulation.ledger.touch("gradients", simulation.state.master)
-        moves = Fetches(simulation) if stage_of(strategy) == 3 else _Buckets(simulation)
+        simulation.hold("master", simulation.state.master)
+        moves = Fetches(simulation) if stage_of(simulation.job.strategy) == 3 else _Buckets(simulation)
         simulation.hold_moments()
         simulation.walk(moves)
         moves.step()
@@ -118,19 +114,6 @@ class ZeroForecast(Engine):
             transfers = gathers(job)
             transfers.append(Transfer(reduced, micro, "backward", "ring", "gradients, reduce-scattered"))
         return [*transfers, *host_transfers(job, gradients_to_host(job))]
-
-
-def _restore_masters(simulation: Simulation) -> None:
-    """Enter the reading of exact masters: the fp32 tensor that is written, and the next (`training/preparation.py`)."""
-    job = simulation.job
-    assert job.spec is not None
-    stored = job.spec.config.get("dtype") or "float32"
-    if job.precision.mixed and stored != job.compute_dtype and job.strategy.adapter == "none":
-        exact = BYTES_OF["float32"]
-        read = exact + (0 if stored == "float32" else BYTES_OF.get(stored, exact))
-        sizes = [0, *(state.elements for state in parameters_of(job) if state.trainable)]
-        largest = max((last * exact + size * read for last, size in itertools.pairwise(sizes)), default=0)
-        simulation.ledger.touch("workspace", largest)
 
 
 def _adds_on_device(job: Job) -> bool:
@@ -167,36 +150,31 @@ def through_buckets(job: Job) -> Transfer:
     return Transfer(size, micro, "nothing", "memory", "gradients, through the buckets")
 
 
-class _Buckets:
+class _Buckets(GradientBucket):
     """Stages 1 and 2."""
 
     grows = True
 
     def __init__(self, simulation: Simulation) -> None:
-        self._simulation, self._ledger, self._job = simulation, simulation.ledger, simulation.job
-        job, ledger = self._job, self._ledger
+        super().__init__(simulation)
+        job, ledger = self.job, self.ledger
+        self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
         self._early = stage_of(job.strategy) == 2
         """Whether gradients are reduced as they come; else when the backward has ended."""
-        zero = job.settings["zero_optimization"]
-        self._room = zero["reduce_bucket_size"]
-        self._buffers = 2 if zero["overlap_comm"] else 1
+        self._buffers = 2 if job.settings["zero_optimization"]["overlap_comm"] else 1
         """A second one is filled while the first is reduced (`setup_buckets`)."""
-        self._size = BYTES_OF[job.compute_dtype]
         self._fp32 = _adds_on_device(job)
-        self._staged = self._size if self._early or not self._fp32 else BYTES_OF["float32"]
-        """Bytes of an element on its way to the partition: stage 1 adds up whole gradients in fp32 (`grad_accum`)."""
+        if not self._early and self._fp32:
+            self._staged = BYTES_OF["float32"]  # whole gradients are added up in fp32 (`grad_accum`)
         casts = "communication_data_type" in job.settings and self._staged == self._size
         self._cast = BYTES_OF["float32"] if casts else 0
         """Bytes of an element of the copy that is sent."""
-        self._elements = {state.name: state.elements for state in parameters_of(job) if state.trainable}
-        self._shard, self._ranges = _partition(self._elements, job.parallelism.shard_size)
-        self._own = simulation.rank
-        self._bucket: list[str] = []
-        self._filled = self._held = 0
-        self._partition = 0
-        """Bytes of the gradients of this rank's partition."""
-        self._parts = 0
-        """Partitions that are held: one, and while a later micro-batch fills its own, two, but for an fp32 sum."""
+        self._shard, ranges = _partition(self._elements, job.parallelism.shard_size)
+        self._own = {name: inside[simulation.rank] for name, inside in ranges.items() if simulation.rank in inside}
+        """Elements of each parameter in this rank's partition."""
+        whole = sum(self._elements[name] for name in self._own) * self._size
+        self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole
+        """Bytes of the partition's gradients: an fp32 sum of its elements, else each of its parameters whole."""
         self._begun, self._micro_batches = 0, min(job.train_config.accumulation, 2)
         self._offload = job.strategy.offload != "none"
         if self._offload:
@@ -205,129 +183,69 @@ class _Buckets:
             ledger.offload("gradients", self._shard * BYTES_OF[job.weight_dtype])
             ledger.offload("buffers", self._shard * self._size + largest)
             ledger.hold("buffers", largest)
-        self._kept = ledger.held["gradients"]
+            if self._early and self._micro_batches > 1 and not self._fp32:  # `accumulated_grads_in_cpu`
+                ledger.offload("gradients", whole)
+        self._before = ledger.held["gradients"]
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle the begin of a micro-batch, a gradient, or the end of the backward. Stage 1 reduces in the last one only."""
+        last = self._begun == self._micro_batches
         if what == "forward":
             self._begun += 1
         elif what == "gradient":
-            self._hold_buckets(self._buffers)
+            self.keep("buckets", self._buffers * self._room * self._staged)
             staged = size * self._staged // self._size
-            self._ledger.touch("gradients", size + staged if staged != size else 0)
+            self.ledger.touch("gradients", size + staged if staged != size else 0)
             if self._early or self._begun == 1:  # else it is added to the first micro-batch's
-                self._ledger.hold("gradients", staged)
+                self.ledger.hold("gradients", staged)
             if self._early:
-                self._on_gradient(name)
-        elif what == "end" and (self._early or self._begun == self._micro_batches):
-            for name in () if self._early else self._elements:
-                self._on_gradient(name)
-            self._flush()
-            self._hold_buckets(0)
-            self._add_partition()
-            if self._early or (self._staged == self._size and self._begun == self._micro_batches):
-                self._drop()  # else whole sums stay for the norm
+                self.add(name)
+        elif what == "end" and (self._early or last):
+            for each in () if self._early else self._elements:
+                self.add(each)
+            self.reduce()
+            self.drop("buckets", "later partition")
+            if self._early or self._staged == self._size:
+                self._drop_gradients()  # else whole sums stay for the norm
 
-    def _hold_buckets(self, count: int) -> None:
-        self._ledger.hold("buffers", (count - self._held) * self._room * self._staged)
-        self._held = count
-
-    def _drop(self) -> None:
+    def _drop_gradients(self) -> None:
         """Drop what the backward left but this rank's partition, such as sums in fp32 (`grad_accum`)."""
-        self._ledger.hold("gradients", self._kept + self._partition - self._ledger.held["gradients"])
+        self.ledger.hold("gradients", self._before + self.held("partition") - self.ledger.held["gradients"])
 
-    def _on_gradient(self, name: str) -> None:
-        """Follow `reduce_independent_p_g_buckets_and_remove_grads`: fill the bucket, and reduce it when it is full."""
-        elements = self._elements[name]
-        if self._filled + elements > self._room:
-            self._flush()
-        if elements <= self._room:
-            self._ledger.hold("gradients", -elements * self._staged)
-        self._filled += elements
-        self._bucket.append(name)
+    def reduce(self) -> None:
+        """Follow `reduce_ipg_grads`: join slices and send them; keep this rank's part in its partition.
 
-    def _flush(self) -> None:
-        """Follow `reduce_ipg_grads`: join slices and send them; keep this rank's part in its partition."""
-        if self._fp32 and any(self._own in self._ranges[name] for name in self._bucket):
-            self._hold_partition()  # `_build_compact_grad_partition_buffer`, before anything is sent
-        for slices in self._reductions():
-            joined = sum(slices) * self._staged if len(slices) > 1 else 0
-            self._ledger.touch("buffers", joined + sum(slices) * self._cast)
-        for name in self._bucket:
-            mine = self._own in self._ranges[name]
-            if mine and self._offload:  # the norm of what goes to the host
-                self._hold_sum(name)
-                self._ledger.touch("gradients", self._ranges[name][self._own] * BYTES_OF["float64"])
-            elif mine:
-                self._hold_partition()
-            # With an fp32 sum those of this rank's partition stay to the end, but for offloaded ones (`copy_grads_in_partition`).
-            stays = mine and self._fp32 and self._early and not (self._offload and self._begun == self._micro_batches)
-            if self._elements[name] > self._room and (mine or self._early) and not stays:
-                self._ledger.hold("gradients", -self._elements[name] * self._staged)
-        self._bucket, self._filled = [], 0
-
-    def _hold_partition(self) -> None:
-        """Hold the gradients of this rank's partition: an fp32 sum of its elements, else each of its parameters whole."""
-        if self._parts < (1 if self._fp32 or not self._early else self._begun):
-            whole = sum(self._elements[name] for name, ranks in self._ranges.items() if self._own in ranks)
-            self._partition = self._shard * BYTES_OF["float32"] if self._fp32 else whole * self._size
-            self._ledger.hold("gradients", self._partition)
-            self._parts += 1
-
-    def _hold_sum(self, name: str) -> None:
-        """Hold the host's sum of a parameter's gradients, once, if more micro-batches follow (`accumulated_grads_in_cpu`)."""
-        if self._begun < self._micro_batches and not self._fp32:
-            before = self._ledger.held["gradients"]
-            self._ledger.offload("gradients", self._elements[name] * self._size)
-            self._kept += self._ledger.held["gradients"] - before
-
-    def _add_partition(self) -> None:
-        """Add this micro-batch's partition to the first one's, and free it (`independent_gradient_partition_epilogue`)."""
-        if self._parts > 1:
-            self._ledger.hold("gradients", -self._partition)
-            self._parts = 1
-
-    def _reductions(self) -> Iterator[list[int]]:
-        """Yield the elements of the slices that are sent together (`average_tensor`, `allreduce_and_scatter`).
-
-        Neighbours of one rank are one slice, but not where each is added to this rank's fp32 sum.
+        Later micro-batches of stage 2 fill a partition of their own, which is added to the first one's; not an fp32 sum.
         """
-        slices: list[int] = []
-        last = None
-        for name in self._bucket:
-            for rank, elements in self._ranges[name].items():
-                if rank == last and not (self._fp32 and rank == self._own):
-                    slices[-1] += elements
-                else:
-                    if sum(slices) > self._room:
-                        yield slices
-                        slices = []
-                    slices.append(elements)
-                last = rank
-        yield slices
+        own = [self._own[name] for name in self._bucket if name in self._own]
+        if own and (self._fp32 or not self._offload):
+            later = self._begun > 1 and self._early and not self._fp32
+            self.keep("later partition" if later else "partition", self._partition, "gradients")
+        joined = self._staged if len(self._bucket) > 1 else 0
+        self.ledger.touch("buffers", self._filled * (joined + self._cast))
+        if own and self._offload:  # the norm of what goes to the host
+            self.ledger.touch("gradients", max(own) * BYTES_OF["float64"])
+        # With an fp32 sum those of this rank's partition stay to the end, but for offloaded ones (`copy_grads_in_partition`).
+        stays = own and self._fp32 and self._early and not (self._offload and self._begun == self._micro_batches)
+        if self._filled > self._room and (own or self._early) and not stays:
+            self.ledger.hold("gradients", -self._filled * self._staged)
+        super().reduce()
 
     def step(self) -> None:
         """Take the norm, in fp64 one gradient at a time. Join the partition's gradients and cast them to the masters' dtype.
 
-        An fp32 sum is one tensor already.
+        An fp32 sum is one tensor already. Any rank may have the largest slice.
         """
         if not self._offload:
-            # Any rank may have the largest slice.
-            slices = [
-                count
-                for ranks in self._ranges.values()
-                for rank, count in ranks.items()
-                if self._fp32 or rank == self._own
-            ]
-            self._ledger.touch("gradients", max(slices, default=0) * BYTES_OF["float64"])
-            self._drop()
+            largest = min(self._shard, max(self._elements.values(), default=0))
+            self.ledger.touch("gradients", largest * BYTES_OF["float64"])
+            self._drop_gradients()
             if not self._fp32:
-                stepped = BYTES_OF[self._job.weight_dtype]
-                self._ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))
-        self._partition = 0
-        self._drop()
-        if self._job.device.kind == "cpu" and self._job.ranks > 1:  # gloo gathers the updated parameters into a copy
-            self._ledger.touch("workspace", sum(self._elements.values()) * self._size)
+                stepped = BYTES_OF[self.job.weight_dtype]
+                self.ledger.touch("gradients", self._shard * (stepped + (self._size if self._size != stepped else 0)))
+        self.drop("partition")
+        self._drop_gradients()
+        self.collective(sum(self._elements.values()) * self._size if self.job.ranks > 1 else 0)
 
 
 def _partition(elements: dict[str, int], ranks: int) -> tuple[int, dict[str, dict[int, int]]]:

@@ -108,6 +108,9 @@ CHOICES: Mapping[str, Mapping[Any, dict[str, Any]]] = {
 """The fields that each value of a key sets. A later row overrides an earlier one."""
 
 
+Refuse = Callable[[str, str], StrategyError]
+"""Takes a key and what is expected, and returns the error to raise."""
+
 _KNOWN_KEYS = (*CHOICES, *NUMBER_KEYS, *FIXED, *WITHOUT_EFFECT, "optimizer.params.betas", "train_batch_size")
 
 
@@ -134,23 +137,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
                 raise refuse(key, f"{fields[name]!r}, as another key has it")
             fields[name] = value
 
-    def number(key: str, value: Any, name: str, kind: Callable[[Any], Any]) -> Any:
-        """Return a number that its field takes."""
-        try:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(value)
-            result = kind(value)
-            check_value(TrainConfig if hasattr(TrainConfig, name) else Strategy, name, result)
-        except (ValueError, OverflowError):
-            raise refuse(key, 'a number (whole where it counts), or "auto"') from None
-        except StrategyError as error:
-            raise refuse(key, str(error).rpartition("expected ")[2].rstrip(".")) from None
-        return result
-
-    for key, value in keys.items():
-        section = any(known.startswith(f"{key}.") for known in _KNOWN_KEYS)
-        if key not in _KNOWN_KEYS and not (section and value == {}):
-            raise refuse(key, "an object" if section else "no such key: the toolkit does not set it")
+    _check_known(keys, refuse)
     for key, choices in CHOICES.items():
         value = _as_word(keys.get(key))
         if value not in OPEN:
@@ -163,7 +150,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
     for key, (name, kind) in NUMBER_KEYS.items():
         unused = name in BUCKETS[1:] and ("stage3" in key) != (fields["sharding"] == "zero3")
         if keys.get(key) not in OPEN and not unused:
-            set_fields(key, {name: number(key, keys[key], name, kind)})
+            set_fields(key, {name: _number(key, keys[key], name, kind, refuse)})
     given = [key for key in LIVE_KEYS if keys.get(key) not in OPEN]
     if len(given) == 1 and fields["live_elements"] != DEFAULT_LIVE:
         raise refuse(
@@ -177,7 +164,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
         if not isinstance(betas, list) or len(betas) != 2:
             raise refuse("optimizer.params.betas", "two numbers")
         for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-            fields[name] = number("optimizer.params.betas", beta, name, float)
+            fields[name] = _number("optimizer.params.betas", beta, name, float, refuse)
     if fields.get("offload") == "cpu" and keys.get("zero_optimization.offload_optimizer.device") != "cpu":
         raise refuse("zero_optimization.offload_param.device", '"none": parameters are offloaded with the optimizer')
     _check_batch(keys, fields, ranks, refuse)
@@ -194,9 +181,29 @@ def read_environment(environ: Mapping[str, str], owner: type[Any]) -> dict[str, 
     return {name: value for name, value in fields.items() if name in names}
 
 
-def _check_batch(
-    keys: Mapping[str, Any], fields: dict[str, Any], ranks: int | None, refuse: Callable[[str, str], StrategyError]
-) -> None:
+def _check_known(keys: Mapping[str, Any], refuse: Refuse) -> None:
+    """Check that the toolkit knows every key. An empty object at the place of several is none."""
+    for key, value in keys.items():
+        section = any(known.startswith(f"{key}.") for known in _KNOWN_KEYS)
+        if key not in _KNOWN_KEYS and not (section and value == {}):
+            raise refuse(key, "an object" if section else "no such key: the toolkit does not set it")
+
+
+def _number(key: str, value: Any, name: str, kind: Callable[[Any], Any], refuse: Refuse) -> Any:
+    """Return a number that its field takes."""
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(value)
+        result = kind(value)
+        check_value(TrainConfig if hasattr(TrainConfig, name) else Strategy, name, result)
+    except (ValueError, OverflowError):
+        raise refuse(key, 'a number (whole where it counts), or "auto"') from None
+    except StrategyError as error:
+        raise refuse(key, str(error).rpartition("expected ")[2].rstrip(".")) from None
+    return result
+
+
+def _check_batch(keys: Mapping[str, Any], fields: dict[str, Any], ranks: int | None, refuse: Refuse) -> None:
     """Derive the micro-batch from the global batch, or check the product."""
     batch = keys.get("train_batch_size")
     if batch in OPEN:

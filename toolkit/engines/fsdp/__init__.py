@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.strategy import Strategy
 from toolkit.core.errors import StrategyError
 from toolkit.engines.base import read_precision
-from toolkit.engines.deferred import broadcast, defer, end_deferral
+from toolkit.engines.deferred import broadcast, defer
+from toolkit.engines.fsdp.shard_filling import filling
 from toolkit.engines.fsdp.simulation import FSDPForecast, shard_ranks
 from toolkit.engines.job import Job
 from toolkit.engines.optimizer_step import loss_scaler
-from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared
 from toolkit.engines.shards import Shard
-from toolkit.engines.states import can_stream, persistent_buffers, policy_dtypes
+from toolkit.engines.states import can_stream, policy_dtypes
 from toolkit.engines.timeouts import handlers
-from toolkit.engines.upstream import patched, shard_with_fsdp, ties_kept
-from toolkit.models.hf_loading import first_names, set_tensor
+from toolkit.engines.upstream import shard_with_fsdp, ties_kept
+from toolkit.models.hf_loading import first_names
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -73,7 +72,7 @@ class FSDP(FSDPForecast):
             transformer_cls_names_to_wrap=ours["wrap"] or None,
             mixed_precision_policy=MixedPrecisionPolicy(**policy_dtypes(job)),
             cpu_offload=ours["offload"],
-            cpu_ram_efficient_loading=not job.strategy.quantized,
+            cpu_ram_efficient_loading=False,  # `filling` does it
             activation_checkpointing=False,
             state_dict_type="SHARDED_STATE_DICT",  # of `save_state`, which would gather model and moments on rank 0
         )
@@ -93,13 +92,12 @@ class FSDP(FSDPForecast):
     def environment(self, job: Job) -> dict[str, str | None]:
         """Return the offload variable: only with it Accelerate adds gloo for tensors on the host (state.py:226).
 
-        The last one tells transformers to read on one rank. Quantized weights cannot be moved to meta (accelerate's
-        fsdp_utils.py near 770), so every rank reads those.
+        The last one would tell transformers to read on one rank of a node.
         """
         return {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_OFFLOAD_PARAMS": str(job.settings["offload"]).lower(),
-            "FSDP_CPU_RAM_EFFICIENT_LOADING": str(not job.strategy.quantized).lower(),
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
         }
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
@@ -149,11 +147,12 @@ class FSDP(FSDPForecast):
         return can_stream(job)
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
-        """Return a note about the rank that reads the weights, whole or one at a time."""
+        """Return a note about the ranks that read the weights, whole or one at a time."""
         if streamed:
-            return "rank 0 reads each weight, and every rank keeps its shard of it"
+            packed = ", and packs the quantized ones whole" if job.strategy.quantized else ""
+            return f"every rank reads its own part of each weight{packed}"
         if job.strategy.quantized:
-            return "every rank reads and quantizes the whole model, then keeps its shard"
+            return "every rank reads and quantizes the whole model, and keeps its shard"
         return "rank 0 reads the whole model and broadcasts each shard; the others start empty"
 
     # A worker ---------------------------------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ class FSDP(FSDPForecast):
 
     @contextmanager
     def preparing(self, job: Job, model: torch.nn.Module) -> Iterator[None]:
-        """Give each parameter its shard: of the user's own values, of rank 0's, or of a weight that is still in the files.
+        """Give each parameter its shard: of rank 0's values, or of a weight that is still in the files.
 
         Raises:
             StrategyError: for a weight of two groups.
@@ -303,97 +302,3 @@ def _blocks(model: torch.nn.Module) -> list[str]:
         if type(module).__name__ in class_names and all(part is not embedding for part in module.modules()):
             blocks.add(type(module).__name__)
     return sorted(blocks)
-
-
-@contextmanager
-def filling(job: Job, model: Any) -> Iterator[None]:
-    """Surround `accelerator.prepare`. Accelerate shards the model on the meta device; then each parameter gets its shard.
-
-    Accelerate itself would broadcast rank 0's state dict, of which it takes each tensor for a sharded parameter of a submodule.
-    Of a model with packed weights it does neither.
-    """
-    from accelerate.utils import fsdp_utils
-
-    weights: Any = getattr(model, "streamed_weights", None)
-    if weights is None or weights.closed:
-        end_deferral(model)
-        weights, untouched = None, {}
-    else:
-        untouched = from_main(weights.untouched(model))  # a script may have read some on rank 0 alone
-
-    fill = partial(_fill, weights, untouched)
-    if not job.strategy.quantized:
-        with patched(fsdp_utils, fsdp2_load_full_state_dict=fill):
-            yield
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in untouched:
-            broadcast(parameter)
-    if weights is not None:
-        _to_meta(model, untouched)
-    yield
-    if weights is not None:
-        fill(None, model, {}, bool(job.settings["offload"]))
-        model.tie_weights()
-
-
-def _to_meta(model: torch.nn.Module, names: Container[str]) -> None:
-    """Move parameters of these names to the meta device: the checkpoint has their values."""
-    import torch
-
-    moved: dict[int, torch.nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if name in names:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            options = parameter.__dict__ if type(parameter).__name__ == "Params4bit" else {}
-            moved[id(parameter)] = type(parameter)(empty, requires_grad=False, **options)
-    for module in model.modules():
-        for leaf, place in module._parameters.items():
-            module._parameters[leaf] = moved.get(id(place), place)
-
-
-def _fill(
-    weights: Any, untouched: Mapping[str, str], _: Any, model: Any, own: Mapping[str, Any], cpu_offload: bool = False
-) -> None:
-    """Give each parameter on the meta device its shard, and each persistent buffer its values. A collective.
-
-    Args:
-        weights: the `StreamedWeights` of the model, or None.
-        untouched: name of a parameter → its name in the files.
-        model: sharded.
-        own: the state dict before; rank 0's values count for the other parameters.
-        cpu_offload: whether shards are offloaded.
-    """
-    import torch
-    from accelerate import PartialState
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    parameter: Any
-    for name, parameter in [*model.named_parameters()]:
-        if not parameter.is_meta:
-            continue
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if name in untouched:
-            whole = weights.read(untouched[name], module)
-        else:
-            whole = torch.empty_like(own[name], device="cpu") if own[name].is_meta else own[name]
-            broadcast(whole)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        # One copy: `distribute_tensor` makes a second one.
-        local = whole[box].to(mesh.device_type, parameter.dtype, copy=True)
-        shard: Any = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        del whole, local
-        # The last ranks' shards are copied to pad them (`reset_sharded_param`), so each is assigned before the next is read.
-        module.load_state_dict({leaf: shard.to("cpu") if cpu_offload else shard}, strict=False, assign=True)
-        del shard
-    for name, buffer in persistent_buffers(model).items():
-        if buffer.is_meta:
-            set_tensor(model, name, own[name].to(PartialState().device))
-    if weights is not None:
-        weights.close()

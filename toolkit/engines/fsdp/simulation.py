@@ -14,13 +14,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, Transfer
-from toolkit.engines.simulation import (
-    Simulation,
-    expert_copies,
-    gathers,
-    host_transfers,
-    stream_weights,
-)
+from toolkit.engines.simulation import Buffers, Simulation, expert_copies, gathers, host_transfers
 from toolkit.engines.states import State, generic_name, optimizer_bytes, parameters_of
 from toolkit.engines.traces import Trace
 
@@ -71,7 +65,7 @@ class FSDPForecast(Engine):
         return any(stack.name == name.rpartition(".")[0] for stack in trace.stacks)
 
     def simulate_load(self, simulation: Simulation) -> None:
-        """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares it out.
+        """Load and prepare. Where weights cannot be streamed, rank 0 reads the whole model and shares out one after the other.
 
         Packed weights are then read by every rank, and `fsdp2_prepare_model` keeps them all until the last is sharded.
         """
@@ -88,10 +82,13 @@ class FSDPForecast(Engine):
             ledger.rank0_host(whole + expert_copies(job))
             ledger.enter("prepare")
         if job.strategy.quantized:
-            simulation.keep("parameters", simulation.state.parameters)
-        else:
-            _scatter_full_state(simulation)
-        ledger.hold("parameters", -read)
+            simulation.hold("parameters", simulation.state.parameters)
+            ledger.hold("parameters", -read)
+            return
+        for state in parameters_of(job):
+            ledger.touch("workspace", 0 if read else state.bytes)
+            simulation.hold("parameters", shard_bytes(job, state))
+            ledger.hold("parameters", -state.bytes if read else 0)
         ledger.rank0_host(-ledger.rank0_bytes)
 
     def simulate_training(self, simulation: Simulation) -> None:
@@ -123,8 +120,8 @@ def _sent_share(job: Job, state: State) -> float:
 
 
 def _simulate_stream(simulation: Simulation) -> None:
-    """Follow `streaming`: only an adapter is there before `prepare`, whole until all of it is sharded."""
-    job, ledger, keep = simulation.job, simulation.ledger, simulation.keep
+    """Follow `streamed_weights`: only an adapter is there before `prepare`."""
+    job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None
     trained = [state for state in parameters_of(job) if state.trainable and job.strategy.adapter != "none"]
     adapter_bytes = sum(state.bytes for state in trained)
@@ -134,32 +131,9 @@ def _simulate_stream(simulation: Simulation) -> None:
     ledger.touch_host("workspace", largest * BYTES_OF[job.compute_dtype if adapter_bytes else job.weight_dtype])
     ledger.offload("parameters", adapter_bytes)
     ledger.enter("prepare")
-    keep("parameters", sum(shard_bytes(job, state) for state in trained))
-    if job.strategy.quantized:
-        ledger.offload("parameters", -adapter_bytes)
-    for state in stream_weights(simulation):
-        keep("parameters", shard_bytes(job, state))
-    if not job.strategy.quantized:
-        ledger.offload("parameters", -adapter_bytes)
-
-
-def _scatter_full_state(simulation: Simulation) -> None:
-    """Follow `fsdp2_load_full_state_dict`: for each name the whole tensor, and a shard of it, which stays.
-
-    Tied weights have a shard for each of their names, until they are tied again. The fullest rank is one that receives:
-    it makes the next whole tensor while it has the last one. On a CPU it is rank 0, if that has the whole model.
-    """
-    job, ledger = simulation.job, simulation.ledger
-    assert job.spec is not None
-    by_name = {state.name: state for state in parameters_of(job)}
-    twins = [by_name[group[0]] for group in job.spec.tied for _ in group[1:]]
-    last = 0
-    for state in (*by_name.values(), *twins):
-        ledger.touch("workspace", last + state.bytes)
-        simulation.keep("parameters", shard_bytes(job, state))
-        ledger.touch("workspace", state.bytes)
-        last = state.bytes if job.device.kind == "cuda" and job.ranks > 1 else 0
-    simulation.keep("parameters", -sum(shard_bytes(job, state) for state in twins))
+    simulation.hold("parameters", sum(shard_bytes(job, state) for state in trained))
+    ledger.offload("parameters", -adapter_bytes)
+    simulation.stream_weights(lambda state: shard_bytes(job, state), ranks=job.parallelism.shard_size)
 
 
 def shard_bytes(job: Job, state: State) -> int:
@@ -183,51 +157,38 @@ class _Group:
     """Padded so that each rank holds equally many rows of each parameter."""
     trained: int = 0
     """The trained ones."""
-    cast: int = 0
-    """Elements in another dtype than the compute dtype."""
-    names: list[str] = field(default_factory=list)
-    """The parameters, in the order in which FSDP2 reduces them."""
     gradients: dict[str, int] = field(default_factory=dict)
-    """Bytes of whole gradients that wait to be reduced."""
-    whole: bool = False
-    """Whether its parameters are gathered."""
+    """Bytes of unsharded gradients that wait to be reduced."""
     reduced: bool = False
     """Whether an earlier micro-batch left its gradients' shards."""
 
 
-class _Groups:
+class _Groups(Buffers):
     """The parameter groups of one rank, and their gathered tensors."""
 
     grows = True
 
     def __init__(self, simulation: Simulation, reduce: int) -> None:
         """Begin before the forward. `reduce`: bytes of an element that is summed over the ranks."""
+        super().__init__(simulation)
         job = simulation.job
-        self._keep, self._ledger = simulation.keep, simulation.ledger
         self._compute, self._reduce = BYTES_OF[job.compute_dtype], reduce
-        self._gloo = job.device.kind == "cpu"
         self._offload, self._replicas = job.strategy.offload != "none", job.parallelism.dp_replicate > 1
         self._groups, self._owner = _groups(job, simulation.trace)
         self._firsts = {group.first: group for group in self._groups if group.first}
         self._lasts = {group.last: group for group in self._groups if group.last}
         self._order: list[_Group] = []
         """Groups after their forward, the last at the end: the backward prefetches them."""
+        self._parts = {state.name: state.elements * self._compute for state in parameters_of(job)}
+        """Bytes of each gradient, of which tensor parallelism leaves this rank a part."""
         self._early: _Group | None = None
         """The group that was prefetched."""
-        self._gathered = 0
-        """Bytes of the last gather's output, kept until the next one's is copied out."""
-        self._reducing = 0
-        """Bytes of the input of the last reduce-scatter, kept until the next one begins."""
-        self._gloo_copy = 0
-        """Bytes of the copy that gloo's reduce-scatter works on: its thread frees it once the next group begins."""
-        self._waiting = 0
-        """Bytes of reduced shards on the device in addition to the gradients."""
 
     def event(self, what: str, size: int, name: str, backward: bool) -> None:
         """Handle the begin and end of modules, and gradients."""
         first, last = self._firsts.get(name), self._lasts.get(name)
         if what == "gradient":
-            self._ledger.hold("gradients", size)
+            self.ledger.hold("gradients", size)
             self._owner[name].gradients[name] = size
         elif what == "forward":  # what no other group has is gathered, and stays
             self._order = []
@@ -235,119 +196,74 @@ class _Groups:
         elif what == "backward":
             self._prefetch()
         elif what == "end":
-            self._end()
+            for group in self._groups:
+                self._reduce_scatter(group)
+            self.drop("reduced", "waiting", "early")
+            self._early = None
         elif what == "out" and not name:  # the root's `_post_forward` frees the last all-gather's output
-            self._release_gathered()
+            self.drop("gathered")
         elif what == "in" and first and not backward:
             self._gather(first)
         elif what == "out" and last and not backward:
             self._order.append(last)
             if last.resharded:
-                self._free_whole(last)
+                self.drop(last)
         elif what == "back in" and last:
             self._gather(last, backward=True)
             self._prefetch()
-        elif what == "back in" and first:  # a tied embedding, gathered since the head's backward
-            self._release_gloo_copy()
         elif what == "back out" and first:
             self._reduce_scatter(first)
 
-    def _end(self) -> None:
-        """Reduce the remaining gradients, and free the buffers."""
-        for group in self._groups:
-            self._reduce_scatter(group)
-        self._release_gloo_copy()
-        self._ledger.hold("buffers", -self._reducing - self._waiting)
-        self._reducing = self._waiting = 0
-        if self._early is not None:  # a frozen group's, which no backward used
-            self._ledger.hold("buffers", -self._early.elements * self._compute)
-            self._early = None
-
     def _gather(self, group: _Group, *, backward: bool = False) -> None:
-        """Cast this rank's shards, gather them, and copy each parameter out of the result."""
-        size = group.elements * self._compute
-        if not size or group.whole:
-            if backward:
-                self._release_gloo_copy()
+        """Gather a group, and copy each parameter out of the result. A forward keeps the result until the next one's has come."""
+        if self.held(group):
             return
         if self._early is group:
+            self.drop("early")
             self._early = None
-        else:
-            self._collect(group)
-        group.whole = True
-        if backward:
-            self._ledger.touch("buffers", size)
-            self._release_gloo_copy()
-        else:
-            self._release_gathered()
-            self._ledger.hold("buffers", size)
-            self._gathered = size
-
-    def _collect(self, group: _Group) -> None:
-        # Offloaded shards are copied to the device; shards of another dtype are cast.
         size = group.elements * self._compute
-        cast = (group.elements if self._offload else group.cast) // group.ranks * self._compute
-        self._ledger.hold("buffers", cast + size)
-        if self._gloo:
-            self._ledger.touch("workspace", size)  # gloo gathers into its own buffer
-        self._ledger.hold("buffers", -cast)
-
-    def _release_gathered(self) -> None:
-        self._ledger.hold("buffers", -self._gathered)
-        self._gathered = 0
-
-    def _release_gloo_copy(self) -> None:
-        self._ledger.hold("workspace", -self._gloo_copy)
-        self._gloo_copy = 0
+        if backward:
+            self.ledger.touch("buffers", 2 * size)
+        else:
+            self.keep("gathered", size)
+        self.keep(group, size)
 
     def _prefetch(self) -> None:
         """Follow `_backward_prefetch`: gather the next group before this one computes."""
         if self._order:
             group = self._order.pop()
-            if not group.whole and self._early is None:
-                self._collect(group)
+            if not self.held(group) and self._early is None:
+                self.keep("early", group.elements * self._compute)
                 self._early = group
-
-    def _free_whole(self, group: _Group) -> None:
-        if group.whole:
-            group.whole = False
-            self._ledger.hold("buffers", -group.elements * self._compute)
 
     def _reduce_scatter(self, group: _Group) -> None:
         """Free the parameters. Copy the gradients into one buffer, which lives until the next group's; reduce and scatter it."""
-        self._free_whole(group)
+        self._cut_gradients(group)
+        self.drop(group)
         if not group.gradients:
             return
-        self._release_gloo_copy()
-        self._ledger.hold("buffers", -self._reducing)
-        self._reducing = group.trained * self._reduce
-        self._ledger.hold("buffers", self._reducing)
-        # A loop's variable keeps the last one until all is done (`foreach_reduce`).
-        last = group.gradients.pop(max(group.gradients, key=group.names.index))
-        self._ledger.hold("gradients", -sum(group.gradients.values()))
+        self.keep("reduced", group.trained * self._reduce)
         shard = group.trained // group.ranks * self._reduce
-        self._keep("gradients", shard)
-        if self._offload and self._replicas:
-            self._wait(shard)
-        elif self._offload:
-            self._ledger.touch("buffers", shard)
-        if self._gloo:
-            self._gloo_copy = self._reducing
-            self._ledger.hold("workspace", self._gloo_copy)
-            if self._replicas:  # the all-reduce between the groups waits for longer than that takes
-                self._release_gloo_copy()
-        self._ledger.hold("gradients", -last)
+        # A loop's variable keeps one gradient until all is done (`foreach_reduce`): mostly the head's, beside its norm's.
+        largest = max(group.gradients.values())
+        self.ledger.hold("gradients", largest - sum(group.gradients.values()))
+        self.simulation.hold("gradients", shard)
+        self.collective(group.trained * self._reduce, more=shard if self._offload else 0)
+        self.ledger.hold("gradients", -largest)
         group.gradients = {}
         if group.reduced:  # added to what earlier micro-batches left
-            self._keep("gradients", -shard)
-            if self._replicas and not self._offload:
-                self._wait(shard)
+            self.simulation.hold("gradients", -shard)
+        if self._replicas and (group.reduced or self._offload):  # until the backward has ended (`_all_reduce_state`)
+            self.keep("waiting", self.held("waiting") + shard)
         group.reduced = True
 
-    def _wait(self, shard: int) -> None:
-        """Keep what was reduced between groups on the device until the backward has ended (`_all_reduce_state`)."""
-        self._ledger.hold("buffers", shard)
-        self._waiting += shard
+    def _cut_gradients(self, group: _Group) -> None:
+        """Copy this rank's part out of a gradient that DTensor left whole, such as an embedding's (`_get_grad_inner_tensor`)."""
+        for name, size in group.gradients.items():
+            if size > (part := self._parts[name]):
+                self.ledger.touch("gradients", part)
+                self.ledger.hold("gradients", part - size)
+                group.gradients[name] = part
 
 
 def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
@@ -376,9 +292,6 @@ def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
             key = key.rpartition(".")[0]
         group = owner[parameter.name] = groups[key]
         elements = shard_elements(parameter, group.ranks) * group.ranks
-        # accelerate wraps the last norm before tied weights.
-        group.names.insert(0 if module == norm else len(group.names), parameter.name)
         group.elements += elements
         group.trained += elements if parameter.trainable else 0
-        group.cast += elements if parameter.dtype != job.compute_dtype else 0
     return [*groups.values()], owner

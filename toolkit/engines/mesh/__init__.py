@@ -76,13 +76,11 @@ class Mesh(Engine):
         if self.sharded:
             kwargs["fsdp_plugin"].auto_wrap_policy = None
             kwargs["fsdp_plugin"].transformer_cls_names_to_wrap = None
-            kwargs["fsdp_plugin"].cpu_ram_efficient_loading = False
         return kwargs
 
     def environment(self, job: Job) -> dict[str, str | None]:
-        """Return the inner engine's; every rank reads its own part."""
-        environ = self.inner.environment(local_job(job))
-        return {**environ, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if self.sharded else environ
+        """Return the inner engine's."""
+        return self.inner.environment(local_job(job))
 
     def to_yaml(self, strategy: Strategy, ranks: int, nodes: int) -> dict[str, Any]:
         """Return the inner engine's for several ranks. Accelerate's own tensor parallelism is not used."""
@@ -166,7 +164,7 @@ class Mesh(Engine):
     # A worker ---------------------------------------------------------------------------------------------------------
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read this rank's part of every weight; `reader` is a `loading.Reader`.
+        """Read this rank's part of every weight; `reader` is a `weight_reader.Reader`.
 
         transformers applies both plans and FSDP2 on the meta device, then reads only the slices of this rank. An adapter comes
         between the two, so with one `before_prepare` applies FSDP2.

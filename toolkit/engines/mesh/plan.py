@@ -76,6 +76,8 @@ def refuse(job: Job) -> None:
         )
     if job.spec is not None and tp > 1 and strategy.adapter == "none":  # with one, FSDP divides what has been read
         _refuse_empty_parts(job, job.spec)
+    if job.spec is not None and ep > 1 and strategy.adapter == "none":
+        _refuse_empty_experts(job)
     for name, count, reasons in (("ep", ep, _unsplit_experts), ("tp", tp, _unsupported_reasons)):
         if job.spec is not None and count > 1 and (reason := next(reasons(job.spec, job.parallelism), None)):
             raise StrategyError(f"{name} {count} does not run {job.spec.architecture}: {reason}")
@@ -90,6 +92,18 @@ def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
         raise StrategyError(
             f"tp {tp} with sharding {job.strategy.sharding!r}: {name} has {rows[name]} rows on a tp rank, fewer than its {ranks} "
             "ranks of FSDP can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
+        )
+
+
+def _refuse_empty_experts(job: Job) -> None:
+    """Refuse more ranks of FSDP than experts on a rank: transformers reads no empty part of them."""
+    sizes, count = job.parallelism, job.spec.moe.experts if job.spec and job.spec.moe else 0
+    own, ranks = count // sizes.ep, sizes.shard_size * sizes.tp // sizes.ep
+    if own and job.strategy.sharding != "none" and ceil_div(own, ranks) * (ranks - 1) >= own and ranks > 1:
+        copies = ceil_div(ranks, own) * sizes.dp_replicate
+        raise StrategyError(
+            f"ep {sizes.ep} with sharding {job.strategy.sharding!r}: an ep rank has {own} of {count} experts, which its "
+            f"{ranks} ranks of FSDP cannot share. Choose fewer processes, or sharding 'hsdp' with --dp-replicate {copies}."
         )
 
 

@@ -166,7 +166,7 @@ class Pipeline(SimulatedPipeline):
         return False
 
     def load_model(self, job: Job, reader: Any) -> Any:
-        """Read this rank's layers, of them its tensor-parallel part, and of that its shard; `reader` is a `loading.Reader`.
+        """Read this rank's layers, of them its tensor-parallel part, and of that its shard; `reader` is a `weight_reader.Reader`.
 
         transformers asks for devices once the modules are there and before it reads: the stages are cut and sharded then. What
         the map gives to `meta` stays in the files. FSDP2 waits for an adapter.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.core.errors import StrategyError
@@ -75,13 +75,68 @@ def _twin(spec: ModelSpec) -> Any:
     return model.eval()
 
 
-def _read(spec: ModelSpec) -> Anatomy:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_leaves
+@dataclass
+class _Forward:
+    """What one forward of the twin calls and passes on."""
 
+    name: str
+    """The list of layers."""
+    layers: list[Any]
+    outside: list[str]
+    """The other modules with parameters of their own."""
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    """(module, -1), and ("begin" or "end", the layer's place)."""
+    passed: list[Any] = field(default_factory=list)
+    """The hidden states at the beginning and the end of each layer."""
+    returns: set[int] = field(default_factory=set)
+    """Values of the tuples that layers return; 0 where one returns the hidden states alone."""
+    others: list[Any] = field(default_factory=list)
+    """What layers take besides hidden states."""
+
+    def begins(self, index: int, args: Any, kwargs: Any) -> None:
+        """Note a layer's beginning."""
+        from torch.utils._pytree import tree_leaves
+
+        self.calls.append(("begin", index))
+        rest = dict(kwargs)
+        self.passed.append(args[0] if args else rest.pop("hidden_states", None))
+        self.others.extend(tree_leaves((args[1:], rest)))
+
+    def ends(self, index: int, output: Any) -> None:
+        """Note a layer's end."""
+        self.calls.append(("end", index))
+        self.returns.add(len(output) if isinstance(output, tuple) else 0)
+        self.passed.append(output[0] if isinstance(output, tuple) else output)
+
+
+def _read(spec: ModelSpec) -> Anatomy:
     if spec.kind != "causal" or spec.frozen or spec.runs_code:
         raise _refuse(spec, "only causal models of text alone, of classes in transformers, run so far")
+    forward = _run_twin(spec)
+    order = [call for call in forward.calls if call[1] >= 0]
+    _check_layers(spec, forward, order)
+    name, calls = forward.name, forward.calls
+    first, last = calls.index(order[0]), calls.index(order[-1])
+    before, after = ({call[0] for call in part if call[1] < 0} for part in (calls[:first], calls[last:]))
+    between = {call[0] for call in calls[first:last] if call[1] < 0}
+    holders = {other for other in forward.outside if f"{name}.".startswith(f"{other}." if other else "")}
+    for other in forward.outside:
+        if other in between | holders or other not in before | after:
+            raise _refuse(spec, f"no stage can hold {other or 'the parameters of the model itself'}")
+    return Anatomy(
+        layers=name,
+        count=len(forward.layers),
+        returns=forward.returns.pop(),
+        before=frozenset(before),
+        after=frozenset(after),
+    )
+
+
+def _run_twin(spec: ModelSpec) -> _Forward:
+    """Run one forward of the twin, with hooks around its layers and before the other modules."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     model = _twin(spec)
     lists = [
         each for each in module_lists(model) if all(type(layer).__name__ in spec.blocks for layer in each[1].children())
@@ -89,33 +144,17 @@ def _read(spec: ModelSpec) -> Anatomy:
     if not lists:
         raise _refuse(spec, "it has no list of layers")
     name, stack = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
-    layers = list(stack.children())
-    calls: list[tuple[str, int]] = []  # (module, -1), and (layer's beginning or end, its place)
-    passed: list[Any] = []  # the hidden states at the beginning and the end of each layer
-    returns: set[int] = set()
-    others: list[Any] = []  # what layers take besides hidden states
-
-    def begins(index: int, args: Any, kwargs: Any) -> None:
-        calls.append(("begin", index))
-        rest = dict(kwargs)
-        passed.append(args[0] if args else rest.pop("hidden_states", None))
-        others.extend(tree_leaves((args[1:], rest)))
-
-    def ends(index: int, output: Any) -> None:
-        calls.append(("end", index))
-        returns.add(len(output) if isinstance(output, tuple) else 0)
-        passed.append(output[0] if isinstance(output, tuple) else output)
-
-    for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda _, a, k, i=index: begins(i, a, k), with_kwargs=True)
-        layer.register_forward_hook(lambda _, a, output, i=index: ends(i, output))
     outside = {
         other: module
         for other, module in model.named_modules()
         if any(each is not None for each in module._parameters.values()) and not other.startswith(f"{name}.")
     }
+    forward = _Forward(name, list(stack.children()), list(outside))
+    for index, layer in enumerate(forward.layers):
+        layer.register_forward_pre_hook(lambda _, a, k, i=index: forward.begins(i, a, k), with_kwargs=True)
+        layer.register_forward_hook(lambda _, a, output, i=index: forward.ends(i, output))
     for other, module in outside.items():
-        module.register_forward_pre_hook(lambda _, a, n=other: calls.append((n, -1)))
+        module.register_forward_pre_hook(lambda _, a, n=other: forward.calls.append((n, -1)))
     with FakeTensorMode(allow_non_fake_inputs=True), masks_known_from({}), torch.enable_grad():
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -125,29 +164,24 @@ def _read(spec: ModelSpec) -> Anatomy:
             raise _refuse(
                 spec, f"its forward in bf16 fails, from which its layers are read ({first_line(error)})"
             ) from error
-    order = [call for call in calls if call[1] >= 0]
-    if order != [(word, index) for index in range(len(layers)) for word in ("begin", "end")] or len(returns) != 1:
+    return forward
+
+
+def _check_layers(spec: ModelSpec, forward: _Forward, order: list[tuple[str, int]]) -> None:
+    """Refuse layers that do more than pass hidden states on. `order`: their calls."""
+    name, passed, count = forward.name, forward.passed, len(forward.layers)
+    if order != [(word, index) for index in range(count) for word in ("begin", "end")] or len(forward.returns) != 1:
         raise _refuse(spec, f"its forward does not call the layers of {name} one after the other")
-    if any(passed[2 * i + 1] is not passed[2 * i + 2] for i in range(len(layers) - 1)):
+    if any(passed[2 * i + 1] is not passed[2 * i + 2] for i in range(count - 1)):
         raise _refuse(spec, f"it changes the hidden states between two layers of {name}")
-    if any(getattr(each, "requires_grad", False) for each in others) or passed[0].shape != (1, 2, spec.hidden):
+    if any(getattr(each, "requires_grad", False) for each in forward.others) or passed[0].shape != (1, 2, spec.hidden):
         raise _refuse(spec, "its layers pass more than one row of hidden states on")
-    if any(each.dtype != torch.bfloat16 for each in passed):
+    if any(str(each.dtype) != "torch.bfloat16" for each in passed):
         raise _refuse(spec, "it keeps hidden states in another dtype than its weights")
     if spec.config.get("layerdrop"):
         raise _refuse(spec, f"layerdrop {spec.config['layerdrop']} leaves out layers at random, on each stage others")
     if any(tied.startswith(f"{name}.") for group in spec.tied for tied in group):
         raise _refuse(spec, "its layers share parameters")
-    first, last = calls.index(order[0]), calls.index(order[-1])
-    before, after = ({call[0] for call in part if call[1] < 0} for part in (calls[:first], calls[last:]))
-    between = {call[0] for call in calls[first:last] if call[1] < 0}
-    holders = {other for other in outside if f"{name}.".startswith(f"{other}." if other else "")}
-    for other in outside:
-        if other in between | holders or other not in before | after:
-            raise _refuse(spec, f"no stage can hold {other or 'the parameters of the model itself'}")
-    return Anatomy(
-        layers=name, count=len(layers), returns=returns.pop(), before=frozenset(before), after=frozenset(after)
-    )
 
 
 def places_of(job: Job, rank: int) -> set[int]:

@@ -69,10 +69,9 @@ class SimulatedPipeline(Engine):
             own *= job.parallelism.shard_size  # in `prepare` it is sharded
         ledger.enter("load")
         ledger.offload("parameters", own)
-        # On a CPU it is a view of the mapped file at first, from which it is copied.
-        ledger.touch_host(
-            "workspace", max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
-        )
+        if not ledger.shared:  # on a CPU it is copied from the mapped file
+            largest = max(state.bytes for state in parameters_of(self.inside(job, simulation.rank)[0]))
+            ledger.touch_host("workspace", largest)
         ledger.enter("prepare")
         ledger.offload("parameters", -own)
         ledger.hold("parameters", own)
@@ -114,14 +113,21 @@ class SimulatedPipeline(Engine):
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
-        """Return hidden states and their gradients, of a rank between two others, and the sum of a tied weight's gradients."""
+        """Return hidden states and their gradients, of a rank that sends most, and the sum of a tied weight's gradients."""
         assert job.spec is not None
-        micro, each = job.train_config.accumulation, len(job.settings["stages"]) // job.parallelism.pp
+        micro, last, pp = job.train_config.accumulation, len(job.settings["stages"]) - 1, job.parallelism.pp
+        held_by = [range(place, last + 1, pp) for place in range(pp)]
+        stages = max(held_by, key=lambda own: sum((stage < last) + (stage > 0) for stage in own))
         size = hidden_bytes(job)
         sent = [
-            Transfer(size, each * micro, SCHEDULE, "pp", "hidden states, to the next stage"),
-            Transfer(size, each * micro, SCHEDULE, "pp", "their gradients, to the stage before"),
+            Transfer(
+                size, micro * (len(stages) - (last in stages)), SCHEDULE, "pp", "hidden states, to the next stage"
+            ),
+            Transfer(
+                size, micro * (len(stages) - (0 in stages)), SCHEDULE, "pp", "their gradients, to the stage before"
+            ),
         ]
+        sent = [each for each in sent if each.times]
         twice = self._on_two_stages(job)
         tied = sum(state.bytes for state in parameters_of(job) if state.name in twice)
         own = [Transfer(tied, 1, "nothing", "pp", "gradients of a tied weight, all-reduced by its two stages")]
@@ -233,34 +239,69 @@ class _Walk:
         self._ledger, self._size = ledger, hidden_bytes(job)
         self._last, self._keeps = len(job.settings["stages"]) - 1, job.strategy.pp_schedule != "1f1b"
         self._micros = job.train_config.accumulation
-        self._halves = {stage: _halves(tuple(step)) for stage, step in steps.items()}
-        self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in steps if stage}
-        """Of the stages after the first, which runs its backward whole."""
-        self._backward_done: set[int] = set()
-        # FSDP2 adds gradients up in the dtype in which it reduces them.
+        # FSDP2 adds gradients up in the dtype in which it reduces them. A CPU copies an addend of another dtype.
         self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
+        self._copied = 1 + self._wider if self._wider > 1 and job.device.kind == "cpu" else 0
+        self._halves = {stage: _halves(tuple(step), self._copied) for stage, step in steps.items()}
+        split = [stage for stage in steps if stage and job.settings["splits_backward"]]
+        self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in split}
+        """Of the stages with a backward in two parts."""
+        self._backward_done: set[int] = set()
+        self._late: dict[int, list[int]] = {}
+        """Bytes of the gradients that the last second part of a stage has left, in the dtype of its weights."""
+        self._added: set[int] = set()
+        """Stages of which FSDP2 has added up some."""
         self._kept = 0
         self.forward_rise = max(forward[0] for forward, *_ in self._halves.values())
         """The most that activations of one micro-batch rise by in a forward, in bytes."""
 
     def run(self, order: Sequence[Action]) -> None:
         """Enter a step's actions, and free what was sent."""
-        ledger = self._ledger
         for action in order:
             forward, backward, folded = self._halves[action.stage]
             if action.kind == FORWARD:
-                ledger.enter("forward")
-                ledger.walk(*forward)
-            elif action.kind == INPUT:  # the second part of a backward frees activations
-                ledger.enter("backward")
-                if kept := self._for_weights.get(action.stage):
-                    ledger.touch("activations", folded[0])
-                    ledger.hold("activations", kept)
+                self._ledger.enter("forward")
+                self._ledger.walk(*forward)
+                continue
+            self._ledger.enter("backward")
+            if action.stage not in self._for_weights:
+                if action.kind != INPUT:  # the first stage runs its backward whole, in the second part
+                    self._walk_backward(action, backward, folded)
+            elif action.kind == INPUT:
+                self._walk_inputs(action.stage, forward, folded)
             else:
-                ledger.enter("backward")
-                self._walk_backward(action, backward, folded)
-                ledger.hold("activations", -self._for_weights.get(action.stage, 0) if action.kind == WEIGHT else 0)
-        ledger.hold("buffers", -self._kept)
+                self._walk_weights(action.stage, backward, folded)
+        self._ledger.hold("buffers", -self._kept)
+        if self._wider > 1:
+            self._ledger.hold("gradients", -sum(map(sum, self._late.values())))
+
+    def _walk_inputs(self, stage: int, forward: tuple[int, int, int, int], folded: tuple[int, int, int, int]) -> None:
+        """Enter the first part of a backward: what the loss made of the logits is freed, all before the head stays."""
+        ledger, kept = self._ledger, self._for_weights[stage]
+        sizes = self._late.pop(stage, []) if self._wider > 1 else []
+        if sizes and stage in self._added:  # what the second part of an earlier backward left (`post_backward`)
+            ledger.touch("workspace", max(sizes) * max(0, self._copied - 1))
+        elif sizes:
+            ledger.hold("gradients", sum(sizes) * self._wider)
+            self._added.add(stage)
+        ledger.hold("gradients", -sum(sizes))
+        ledger.touch("activations", max(folded[0], kept))
+        ledger.hold("activations", kept)
+        ledger.hold("logits", -forward[3])
+        self._keep_sent(1)
+
+    def _walk_weights(self, stage: int, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
+        """Enter the second part of a backward. Its gradients have the dtype of the weights in the forward."""
+        _, net, _, logits = folded
+        sizes = [segment.size for segment in backward if segment.what == "gradient"]
+        if stage not in self._backward_done or (self._wider > 1 and stage not in self._late):
+            self._ledger.hold("gradients", sum(sizes))
+            self._late[stage] = sizes
+            self._backward_done.add(stage)
+        else:
+            self._ledger.touch("gradients", max(sizes))
+        self._ledger.hold("activations", net - logits - self._for_weights[stage])
+        self._keep_sent(stage < self._last)
 
     def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
         stage = action.stage
@@ -278,24 +319,33 @@ class _Walk:
         else:
             before = min(self._micros, self._last + 1 - stage)
             kept = (first and stage > 0) + (stage < self._last and action.micro == before - 2)
-        self._kept += kept * self._size
-        self._ledger.hold("buffers", kept * self._size)
+        self._keep_sent(kept)
+
+    def _keep_sent(self, tensors: int) -> None:
+        """Keep what was sent until the step's end."""
+        self._kept += tensors * self._size
+        self._ledger.hold("buffers", tensors * self._size)
 
 
 @lru_cache(maxsize=128)
 def _halves(
-    step: tuple[Segment, ...],
+    step: tuple[Segment, ...], copied: int
 ) -> tuple[tuple[int, int, int, int], tuple[Segment, ...], tuple[int, int, int, int]]:
-    """Return a step's forward as one change, the segments of its backward, and these as one change."""
+    """Return a step's forward as one change, the segments of its backward, and these as one change.
+
+    `copied`: how often a gradient counts while it is added to an earlier one.
+    """
     middle = 1 + next(index for index, segment in enumerate(step) if segment.what == "backward")
-    return _fold(step[:middle]), step[middle:], _fold(step[middle:])
+    return _fold(step[:middle]), step[middle:], _fold(step[middle:], copied)
 
 
-def _fold(segments: Sequence[Segment]) -> tuple[int, int, int, int]:
+def _fold(segments: Sequence[Segment], copied: int = 0) -> tuple[int, int, int, int]:
     """Return rise and net of segments in a row, and the logits among them at the highest moment and at the end."""
     rise = net = logits_rise = logits = 0
     for segment in segments:
         if net + segment.rise > rise:
             rise, logits_rise = net + segment.rise, logits + segment.logits_rise
         net, logits = net + segment.net, logits + segment.logits_net
+        if segment.what == "gradient" and net + segment.size * copied > rise:
+            rise, logits_rise = net + segment.size * copied, logits
     return rise, net, logits_rise, logits
