@@ -449,19 +449,18 @@ table("All-reduces of a layer (counted)", ("layer", "forward", "backward", "larg
 assert max(told["apart"]) < 1e-4
 assert hand == [2, 2]
 assert forward == 2
-assert backward == 5  # q, k, v, gate and up
+assert backward == 2
 
 # %% [markdown]
-# The guess: two in the forward and two in the backward, of a whole hidden state each. The library behind `--tp` has one
-# more for each product that shares its input: q, k and v, gate and up sum their gradients one by one. None can be
-# hidden, since the next product waits for it. How much is it? A ring of R ranks sends 2·(R − 1)/R of what it sums:
+# The guess: two in the forward and two in the backward, of a whole hidden state each. Products of one input share a
+# sum: q, k and v, and gate and up. None can be hidden, since the next product waits for it. How much is it? A ring of
+# R ranks sends 2·(R − 1)/R of what it sums:
 
 
 # %%
 def sent_by_a_layer(ranks, tokens):
     each = 2 * (ranks - 1) / ranks * 2 * tokens * LLAMA_8B.hidden
-    rows = [Bar(label="by hand", parts={"in the forward": 2 * each, "in the backward": 2 * each})]
-    rows.append(Bar(label="--tp", parts={"in the forward": forward * each, "in the backward": backward * each}))
+    rows = [Bar(label=f"--tp {ranks}", parts={"in the forward": forward * each, "in the backward": backward * each})]
     return HTML(bars(rows, title=f"A layer of a Llama of 8B, {ranks} ranks: sent by a rank (computed)"))
 
 
