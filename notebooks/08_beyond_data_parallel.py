@@ -295,7 +295,7 @@ def best_number(tokens):
     return show(chart, "A step (forecast)", ("stages p", *(f"m = {m}" for m in counts), "best m"), rows)
 
 
-tk.vary(best_number, tokens=[128, 512, 2048])
+tk.vary(best_number, tokens=[128, 512, 2048], ahead=True)
 
 # %% [markdown]
 # Few micro-batches leave ranks waiting; many are too small for the card.
@@ -487,8 +487,7 @@ def slices(card):
     return table(f"16 {card}, by forecast", ("tp", "dp", "a rank sends", "a step", "tokens/s"), rows)
 
 
-by_card = {card: slices(card) for card in ("A100-80GB", "H100-80GB", "L40S")}
-tk.vary(lambda card: by_card[card], card=list(by_card), start={"card": "A100-80GB"}, title="Within a node, and across")
+tk.vary(slices, card=["A100-80GB", "H100-80GB", "L40S"], start={"card": "A100-80GB"}, ahead=True)
 
 # %% [markdown]
 # ## One dimension, two, or three
@@ -603,7 +602,7 @@ def balance(vocabulary):
     return table(title, ("stage", "layers", "weights", "peak", "a micro-batch"), rows)
 
 
-tk.vary(balance, vocabulary=[32_000, 128_000, VOCABULARY], start={"vocabulary": VOCABULARY})
+tk.vary(balance, vocabulary=[32_000, 128_000, VOCABULARY], start={"vocabulary": VOCABULARY}, ahead=True)
 
 # %% tags=["check"]
 wide = four_stages(VOCABULARY)
@@ -887,9 +886,8 @@ def what_to_use(card, model):
 
 
 MODELS = {format_count(spec.elements): spec for spec in (LLAMA_1B, LLAMA_8B, MODEL_45)}
-chosen = {(card, model): what_to_use(card, model) for card in SHOWN for model in MODELS}
 start = {"card": CARD, "model": format_count(LLAMA_8B.elements)}
-tk.vary(lambda card, model: chosen[card, model], card=SHOWN, model=list(MODELS), start=start, title="What to use")
+tk.vary(what_to_use, card=SHOWN, model=list(MODELS), start=start, ahead=True)
 
 # %% [markdown]
 # ## When it goes wrong
@@ -918,11 +916,9 @@ table("Refused", ("asked", "the sentence"), refused)
 
 # %%
 def accepted(sharding, pp, tp, accumulation):
-    config = tk.TrainConfig(accumulation=accumulation)
-    need = tk.forecast(
-        "embedded", tk.Strategy(sharding=sharding, pp=pp, tp=tp), machine(8), config, ranks=8, advice=False
-    )
-    return f"Accepted: {need.ranks} ranks, {format_step_seconds(need.step_seconds)} a step."
+    config, spec = tk.TrainConfig(accumulation=accumulation), tk.describe("embedded")
+    job = job_of(tk.Strategy(sharding=sharding, pp=pp, tp=tp), 8, config, spec)  # a refusal is shown as its sentence
+    return f"Accepted: {job.parallelism.dp_size} x {pp} stages x {tp} slices, {job.global_batch} rows a step."
 
 
 DEGREES = {"pp": [1, 2, 4, 8], "tp": [1, 2, 4, 8], "accumulation": [1, 2, 4, 8]}
