@@ -533,7 +533,9 @@ def warned(rows):
 machine = tk.hardware() if GPU else tk.hardware("1x cpu", host_memory="600MiB")
 warning = warned(CRASH_ROWS)
 sizes = [CRASH_ROWS // 2**power for power in range(6, -1, -1)]
-tk.vary(lambda rows: warned(rows).reason, rows=sizes, start={"rows": CRASH_ROWS}, title="Do these rows fit?")
+tk.vary(
+    lambda rows: warned(rows).reason, rows=sizes, start={"rows": CRASH_ROWS}, title="Do these rows fit?", ahead=True
+)
 
 # %% [markdown]
 # You launch all the same. `on_oom="shrink"` is the repair: a rank that runs out of memory is started again with half

@@ -139,7 +139,7 @@ def described(size):
     return tk.describe(f"runs/llama-{size}")
 
 
-tk.vary(described, size=list(LLAMAS))
+tk.vary(described, size=list(LLAMAS), ahead=True)
 
 # %% tags=["check"]
 touched = peak_memory(lambda: described("70B"), KIND)
@@ -177,14 +177,8 @@ def who_reads(size, ranks, sharding):
 # `fsdp` it does so on the host. Look at `load` and `prepare`, and move the ranks.
 
 # %%
-shardings = ["ddp", "zero2", "zero3", "fsdp"]
-tk.vary(
-    who_reads,
-    size=list(LLAMAS),
-    ranks=[8, 16, 32, 64, 128],
-    sharding=shardings,
-    start={"ranks": 64, "sharding": "zero3"},
-)
+shardings, start = ["ddp", "zero2", "zero3", "fsdp"], {"ranks": 64, "sharding": "zero3"}
+tk.vary(who_reads, size=list(LLAMAS), ranks=[8, 16, 32, 64, 128], sharding=shardings, start=start, ahead=True)
 
 # %% tags=["check"]
 h100s = "8 nodes x 8x H100-80GB"
@@ -198,7 +192,8 @@ assert abs(reading["zero3"].phases["load"] / (share + matrix) - 1) < 0.02
 assert [found.fits for found in reading.values()] == [False, False, True, True]
 
 # %% tags=["helper"]
-# On-chip caches (L2; AMD: Infinity Cache) in MiB: NVIDIA's architecture white papers, and AMD's of CDNA 2 and 3.
+# The last on-chip cache in MiB: L2 by NVIDIA's architecture white papers, and by the GPU specifications of AMD's ROCm
+# documentation the L2 of one of an MI250X's two dies, which is a device of its own, and an MI300X's Infinity Cache.
 CACHES = {
     "T4": 4, "V100-32GB": 6, "RTX-3090": 6, "RTX-4090": 72, "L4": 48, "A100-80GB": 40, "H100-80GB": 50, "H200-141GB": 50,
     "MI250X-64GB": 8, "MI300X-192GB": 256,
@@ -256,8 +251,10 @@ def hardware_table(compared_with):
         )
     columns = ("", "memory", f"TFLOPS in 16 bits (x: {compared_with}'s)", "bandwidth", "cache", "latency", "precisions")
     note = (
-        "GPUs: data sheets. This processor is measured here: a long copy by one thread, and a chain of scattered reads, each of "
-        "which waits for the last, less the same in order. A GPU hides latency behind thousands of threads; a processor cannot."
+        "GPUs: data sheets; MI250X: one of its two dies, which is a device of its own. "
+        "This processor is measured here: a long copy by one thread, and a chain of scattered reads, "
+        "each of which waits for the last, less the same in order. "
+        "A GPU hides latency behind thousands of threads; a processor cannot."
     )
     return Table(title="Hardware", columns=columns, rows=rows, notes=(note,))
 
@@ -564,7 +561,7 @@ def chats(template):
     return tk.preview(SMALL["dense"], "runs/chat.jsonl", chat_template=f"runs/{template}.jinja", seq_len=128)
 
 
-tk.vary(chats, template=["chatml", "right"], start={"template": "chatml"})
+tk.vary(chats, template=["chatml", "right"], start={"template": "chatml"}, ahead=True)
 
 # %% [markdown]
 # Move the template to `right`: it ends each answer with the tokenizer's own end token, and marks with `{% generation %}`

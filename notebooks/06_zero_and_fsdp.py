@@ -61,12 +61,15 @@ WORDS = "zero3,fsdp"  # what the same loop is run under
 PUBLISHED = "2x TITAN-RTX"  # the machine of the published recipes
 
 # %% tags=["helper"]
+import itertools
 import json
 import os
+from html import escape
 from pathlib import Path
 
 import torch
 import transformers
+import yaml
 from IPython.display import HTML
 
 from toolkit.comparison import Comparison, read_run
@@ -76,6 +79,7 @@ from toolkit.core.display import Table
 from toolkit.core.errors import StrategyError
 from toolkit.core.pictures import picture
 from toolkit.core.units import format_bytes, format_count
+from toolkit.engines.resolution import resolve
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -205,6 +209,35 @@ tk.explore(
     "compare", None, f"{RANKS}x cpu", TWO, tk.TrainConfig(), controls=["sharding", "against_sharding", "devices"]
 )
 
+
+# %% tags=["helper"]
+def settings_of(strategy):
+    """What the engine gets of a strategy on eight GPUs."""
+    device = tk.hardware("8x A100-80GB").device
+    job = resolve(strategy, tk.TrainConfig(), tk.describe("embedded"), 8, device)
+    return escape(yaml.safe_dump(json.loads(json.dumps(job.settings)), sort_keys=False))
+
+
+# %% [markdown]
+# What does the word set? These are DeepSpeed's own config and FSDP2's arguments, as the engine gets them on eight
+# GPUs. Move the word, and see what `offload` adds. In a shell, `toolkit config --sharding zero3 --processes 8` prints
+# the file for `accelerate launch`.
+
+
+# %%
+def engine_settings(sharding, offload, precision):
+    return f"<pre>{settings_of(tk.Strategy(sharding=sharding, offload=offload, precision=precision))}</pre>"
+
+
+WORDS_OF = {"sharding": ["ddp", "zero2", "zero3", "fsdp", "fsdp_grad_op"], "offload": ["none", "optimizer", "cpu"]}
+start = {"sharding": "zero3", "offload": "cpu", "precision": "bf16"}
+tk.vary(engine_settings, **WORDS_OF, precision=["fp32", "fp16", "bf16"], start=start)
+
+# %% tags=["check"]
+assert "stage: 3" in engine_settings("zero3", "cpu", "bf16")
+assert "device: cpu" in engine_settings("zero3", "cpu", "bf16")
+assert "reshard_after_forward: false" in engine_settings("fsdp_grad_op", "none", "bf16")
+
 # %% [markdown]
 # ## Who holds what, on your machine
 #
@@ -247,6 +280,8 @@ assert all(sizes[-1] < sizes[0] for word, sizes in states.items() if word != "dd
 # bf16: 2 a parameter, 4 a gradient, 12 for master and moments.
 
 # %% tags=["helper"]
+from matplotlib.patches import Rectangle
+
 BLUE, PALE, RED, GREEN, GREY, INK = "#1649ff", "#c5d2ff", "#a21600", "#33a36b", "#4b5563", "#1f2937"
 LAYERS, PIECES, BILLION = 4, 4, 10**9
 SHOWN = ["ddp", "zero1", "zero2", "zero3"]
@@ -305,13 +340,14 @@ class Moment:
 
 def strip(axes, x, y, width, parts):
     """A box from its coloured stretches: (from, to, colour)."""
-    axes.barh(y, width, 18, left=x, color="#ffffff", edgecolor="#8b95a3", linewidth=1, clip_on=False)
+    axes.add_artist(Rectangle((x, y - 9), width, 18, facecolor="#ffffff", edgecolor="#8b95a3", clip_on=False))
     for begin, end, colour in parts:
-        axes.barh(y, width * (end - begin), 18, left=x + width * begin, color=colour, clip_on=False)
+        place = (x + width * begin, y - 9)
+        axes.add_artist(Rectangle(place, width * (end - begin), 18, facecolor=colour, clip_on=False))
 
 
 def draw_moment(axes, moment):
-    axes.set(xlim=(0, 760), ylim=(196, 0), xticks=[], yticks=[])
+    axes.set(xlim=(0, 760), ylim=(196, 0))
     text = {"va": "center", "size": 12, "color": GREY}
     for label, y in (("parameters", 34), ("gradients", 64), ("optimizer", 94), ("host", 140)):
         axes.text(92, y, label, ha="right", **text)
@@ -416,7 +452,7 @@ def sent_in_a_step(ranks, model_in_billions):
     return bars(rows, title=f"Sent by each of {ranks} ranks in a step, in bf16 (computed)")
 
 
-tk.vary(sent_in_a_step, ranks=[2, 4, 8, 16, 32], model_in_billions=[1, 8, 70])
+tk.vary(sent_in_a_step, ranks=[2, 4, 8, 16, 32], model_in_billions=[1, 8, 70], ahead=True)
 
 # %% tags=["check"]
 for ranks in (2, 4, 8):
@@ -702,9 +738,7 @@ def published_and_forecast(tokens_a_row):
     return table(f"BlenderBot-400M on {PUBLISHED}, source and target of {tokens_a_row} tokens", columns, rows)
 
 
-shown = {tokens: published_and_forecast(tokens) for tokens in (64, 96, 128)}  # each length is another trace
-title = "Published and forecast"
-tk.vary(lambda tokens_a_row: shown[tokens_a_row], start={"tokens_a_row": 96}, tokens_a_row=list(shown), title=title)
+tk.vary(published_and_forecast, start={"tokens_a_row": 96}, tokens_a_row=[64, 96, 128], ahead=True)
 
 # %% [markdown]
 # The recipe's rows have 128 tokens on one side and 64 on the other; the forecast gives both sides the same number, so
@@ -805,9 +839,10 @@ def pipeline(stages, micro_batches):
     end, colours = 1 + max(time for _, time in work), {"forward": BLUE, "backward": RED}
 
     def draw(axes):
-        axes.set(xlim=(0, end), ylim=(stages, 0), xticks=[], yticks=[])
-        for (stage, time), (_, direction) in work.items():
-            axes.barh(stage + 0.5, 0.9, 0.8, left=time, color=colours[direction])
+        axes.set(xlim=(0, end), ylim=(stages, 0))
+        for stage, direction in itertools.product(range(stages), colours):
+            times = [time for (row, time), (_, what) in work.items() if (row, what) == (stage, direction)]
+            axes.broken_barh([(time, 0.9) for time in times], (stage + 0.1, 0.8), color=colours[direction])
 
     legend = {name: {"color": colour, "lw": 8} for name, colour in colours.items()}
     return picture(f"{stages} stages: white is waiting, {share}", share, draw, legend, (12, 12), (6, 26 * stages, 8))
@@ -843,9 +878,7 @@ def in_order(card, count):
 
 
 CARDS = ["L4", "A100-40GB", "A100-80GB", "H200-141GB"]
-ordered = {(card, count): in_order(card, count) for card in CARDS for count in (2, 4, 8)}
-start = {"card": "A100-40GB", "count": 8}
-tk.vary(lambda card, count: ordered[card, count], card=CARDS, count=[2, 4, 8], start=start, title="In order")
+tk.vary(in_order, card=CARDS, count=[2, 4, 8], start={"card": "A100-40GB", "count": 8}, ahead=True)
 
 # %% [markdown]
 # `tk.plan` tries all of them, with micro-batches and recomputation, and knows the speeds:

@@ -330,7 +330,8 @@ def four_bits_of(kind, block):
     return show(histogram(block), f"{kind}, blocks of {block}", ("first layer's", "bits a weight", "error"), rows)
 
 
-tk.vary(four_bits_of, start={"kind": "nf4", "block": 64}, kind=["nf4", "fp4", "even"], block=[64, 128, 256])
+KINDS, start = ["nf4", "fp4", "even"], {"kind": "nf4", "block": 64}
+tk.vary(four_bits_of, start=start, kind=KINDS, block=[64, 128, 256], ahead=True)
 
 # %% tags=["check"]
 for weight in weights.values():
@@ -602,7 +603,8 @@ def loss_with(alpha):
     return table(f"alpha {alpha}", ("style", "loss"), [(name, f"{loss:.4f}") for name, loss in losses.items()])
 
 
-tk.vary(loss_with, start={"alpha": 2 * RANK}, alpha=[0, RANK // 2, RANK, 2 * RANK, 3 * RANK, 4 * RANK, 8 * RANK])
+alphas = [0, RANK // 2, RANK, 2 * RANK, 3 * RANK, 4 * RANK, 8 * RANK]
+tk.vary(loss_with, start={"alpha": 2 * RANK}, alpha=alphas, ahead=True)
 
 
 # %% tags=["check"]
@@ -712,18 +714,14 @@ assert error(over_whole, over_four_bits) > error(logits(models["fp32"][0]), over
 def three_ways(card, model):
     rows = []
     for adapter in ("none", "lora", "qlora"):
-        need = tk.forecast(MODELS[model], tk.Strategy(adapter=adapter), card, ONE_ROW)
+        need = tk.forecast(MODELS[model], tk.Strategy(adapter=adapter), card, ONE_ROW, advice=False)
         rows.append((adapter, format_bytes(need.needed_bytes), "yes" if need.fits else "no"))
     return table(f"{model} on {card} (forecast)", ("adapter", "needs", "fits"), rows)
 
 
 MODELS = {"this notebook's": tk.describe(config), "a Llama of 8B": LLAMA_8B}
-tk.vary(
-    three_ways,
-    start={"card": "L4", "model": "a Llama of 8B"},
-    card=["T4", "L4", "A100-40GB", "H100-80GB"],
-    model=list(MODELS),
-)
+cards, start = ["T4", "L4", "A100-40GB", "H100-80GB"], {"card": "L4", "model": "a Llama of 8B"}
+tk.vary(three_ways, start=start, card=cards, model=list(MODELS), ahead=True)
 
 # %% [markdown]
 # ## When it goes wrong

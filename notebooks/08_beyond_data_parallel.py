@@ -295,7 +295,7 @@ def best_number(tokens):
     return show(chart, "A step (forecast)", ("stages p", *(f"m = {m}" for m in counts), "best m"), rows)
 
 
-tk.vary(best_number, tokens=[128, 512, 2048])
+tk.vary(best_number, tokens=[128, 512, 2048], ahead=True)
 
 # %% [markdown]
 # Few micro-batches leave ranks waiting; many are too small for the card.
@@ -449,19 +449,18 @@ table("All-reduces of a layer (counted)", ("layer", "forward", "backward", "larg
 assert max(told["apart"]) < 1e-4
 assert hand == [2, 2]
 assert forward == 2
-assert backward == 5  # q, k, v, gate and up
+assert backward == 2
 
 # %% [markdown]
-# The guess: two in the forward and two in the backward, of a whole hidden state each. The library behind `--tp` has one
-# more for each product that shares its input: q, k and v, gate and up sum their gradients one by one. None can be
-# hidden, since the next product waits for it. How much is it? A ring of R ranks sends 2·(R − 1)/R of what it sums:
+# The guess: two in the forward and two in the backward, of a whole hidden state each. Products of one input share a
+# sum: q, k and v, and gate and up. None can be hidden, since the next product waits for it. How much is it? A ring of
+# R ranks sends 2·(R − 1)/R of what it sums:
 
 
 # %%
 def sent_by_a_layer(ranks, tokens):
     each = 2 * (ranks - 1) / ranks * 2 * tokens * LLAMA_8B.hidden
-    rows = [Bar(label="by hand", parts={"in the forward": 2 * each, "in the backward": 2 * each})]
-    rows.append(Bar(label="--tp", parts={"in the forward": forward * each, "in the backward": backward * each}))
+    rows = [Bar(label=f"--tp {ranks}", parts={"in the forward": forward * each, "in the backward": backward * each})]
     return HTML(bars(rows, title=f"A layer of a Llama of 8B, {ranks} ranks: sent by a rank (computed)"))
 
 
@@ -488,8 +487,7 @@ def slices(card):
     return table(f"16 {card}, by forecast", ("tp", "dp", "a rank sends", "a step", "tokens/s"), rows)
 
 
-by_card = {card: slices(card) for card in ("A100-80GB", "H100-80GB", "L40S")}
-tk.vary(lambda card: by_card[card], card=list(by_card), start={"card": "A100-80GB"}, title="Within a node, and across")
+tk.vary(slices, card=["A100-80GB", "H100-80GB", "L40S"], start={"card": "A100-80GB"}, ahead=True)
 
 # %% [markdown]
 # ## One dimension, two, or three
@@ -604,7 +602,7 @@ def balance(vocabulary):
     return table(title, ("stage", "layers", "weights", "peak", "a micro-batch"), rows)
 
 
-tk.vary(balance, vocabulary=[32_000, 128_000, VOCABULARY], start={"vocabulary": VOCABULARY})
+tk.vary(balance, vocabulary=[32_000, 128_000, VOCABULARY], start={"vocabulary": VOCABULARY}, ahead=True)
 
 # %% tags=["check"]
 wide = four_stages(VOCABULARY)
@@ -888,9 +886,8 @@ def what_to_use(card, model):
 
 
 MODELS = {format_count(spec.elements): spec for spec in (LLAMA_1B, LLAMA_8B, MODEL_45)}
-chosen = {(card, model): what_to_use(card, model) for card in SHOWN for model in MODELS}
 start = {"card": CARD, "model": format_count(LLAMA_8B.elements)}
-tk.vary(lambda card, model: chosen[card, model], card=SHOWN, model=list(MODELS), start=start, title="What to use")
+tk.vary(what_to_use, card=SHOWN, model=list(MODELS), start=start, ahead=True)
 
 # %% [markdown]
 # ## When it goes wrong
@@ -919,11 +916,9 @@ table("Refused", ("asked", "the sentence"), refused)
 
 # %%
 def accepted(sharding, pp, tp, accumulation):
-    config = tk.TrainConfig(accumulation=accumulation)
-    need = tk.forecast(
-        "embedded", tk.Strategy(sharding=sharding, pp=pp, tp=tp), machine(8), config, ranks=8, advice=False
-    )
-    return f"Accepted: {need.ranks} ranks, {format_step_seconds(need.step_seconds)} a step."
+    config, spec = tk.TrainConfig(accumulation=accumulation), tk.describe("embedded")
+    job = job_of(tk.Strategy(sharding=sharding, pp=pp, tp=tp), 8, config, spec)  # a refusal is shown as its sentence
+    return f"Accepted: {job.parallelism.dp_size} x {pp} stages x {tp} slices, {job.global_batch} rows a step."
 
 
 DEGREES = {"pp": [1, 2, 4, 8], "tp": [1, 2, 4, 8], "accumulation": [1, 2, 4, 8]}

@@ -23,11 +23,13 @@ from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
 from toolkit.devices.machine import Device, hardware
 from toolkit.engines.base import engine_environment
 from toolkit.engines.deepspeed.state import LONGEST_BUILD, free_builds
+from toolkit.engines.fsdp.simulation import _groups
 from toolkit.engines.job import Job
 from toolkit.engines.records import Prepared
 from toolkit.engines.registry import engine_for
 from toolkit.engines.resolution import accelerate_config, resolve
 from toolkit.engines.states import parameters_of
+from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
 from toolkit.training.given_weights import GivenWeights
 from toolkit.training.model_checks import check_optimizers
@@ -467,6 +469,23 @@ def test_fsdp_expects_the_moments_of_a_ranks_own_rows() -> None:
         expected = job.engine.expected_state(job, rank)
         assert expected.optimizer == 8 * elements
         assert expected.trainable == job.engine.expected_state(job, 0).trainable
+
+
+def test_fsdp_keeps_the_gradient_of_tied_weights_until_all_is_reduced() -> None:
+    """accelerate wraps the last norm before the embedding and the head (`fsdp2_prepare_model`), with or without a tie."""
+    for tied in (False, True):
+        shape = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        spec = describe(LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=tied))
+        job = resolve(
+            Strategy(sharding="fsdp", precision="fp32"),
+            TrainConfig(micro_batch=1, seq_len=2),
+            spec,
+            2,
+            hardware().device,
+        )
+        _, owner = _groups(job, traced(job, masked=False))
+        group = owner["model.norm.weight"]
+        assert group.names == ["model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
 
 
 @pytest.mark.parametrize("word", ["zero2", "zero3", "fsdp"])

@@ -218,11 +218,13 @@ class _Buckets(GradientBucket):
         Later micro-batches of stage 2 fill a partition of their own, which is added to the first one's; not an fp32 sum.
         """
         own = [self._own[name] for name in self._bucket if name in self._own]
+        sent = self._filled * ((self._staged if len(self._bucket) > 1 else 0) + self._cast)
+        if not self._fp32:  # an fp32 sum is there before anything is sent (`_build_compact_grad_partition_buffer`)
+            self.ledger.touch("buffers", sent)
         if own and (self._fp32 or not self._offload):
             later = self._begun > 1 and self._early and not self._fp32
             self.keep("later partition" if later else "partition", self._partition, "gradients")
-        joined = self._staged if len(self._bucket) > 1 else 0
-        self.ledger.touch("buffers", self._filled * (joined + self._cast))
+        self.ledger.touch("buffers", sent if self._fp32 else 0)
         if own and self._offload:  # the norm of what goes to the host
             self.ledger.touch("gradients", max(own) * BYTES_OF["float64"])
         # With an fp32 sum those of this rank's partition stay to the end, but for offloaded ones (`copy_grads_in_partition`).

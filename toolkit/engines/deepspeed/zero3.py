@@ -6,6 +6,7 @@ Source: deepspeed/runtime/zero/stage3.py, partition_parameters.py and partitione
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 
 from toolkit.config.strategy import Strategy
@@ -118,24 +119,21 @@ class Fetches(GradientBucket):
         self._ranks = job.parallelism.shard_size
         self._reduced = BYTES_OF["float32"] if "communication_data_type" in job.settings else self._size
         self._live, self._reuse = zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]
-        limit = zero["stage3_param_persistence_threshold"]
+        limit = zero["stage3_param_persistence_threshold"] if copies(job) else math.inf
         self._persistent = {name for name, elements in self._elements.items() if elements <= limit}
+        """Where no rank has another part, a shard is the parameter (`NoGatherHandle`)."""
         self._own: dict[str, list[str]] = {}
         """Module → its parameters, tied ones by their first name."""
         tied = {other: names[0] for names in job.spec.tied for other in names[1:]}
         for name in (*self._elements, *tied):
             self._own.setdefault(name.rpartition(".")[0], []).append(tied.get(name, name))
-        order = [
-            segment.name
-            for segment in simulation.step
-            if segment.what in ("in", "back in") and segment.name in self._own
-        ]
+        entered = (segment.name for segment in simulation.step if segment.what in ("in", "back in"))
+        self._order = [name for name in entered if name in self._own]
         sizes = {module: sum(self._elements[name] for name in names) for module, names in self._own.items()}
-        self._passed = [0, *itertools.accumulate(sizes[module] for module in order)]
+        self._passed = [0, *itertools.accumulate(sizes[module] for module in self._order)]
         """Elements that are used before each place in the order."""
-        self._order = order
         self._uses: dict[str, list[int]] = {name: [] for name in self._elements}
-        for at, module in enumerate(order):
+        for at, module in enumerate(self._order):
             for name in self._own[module]:
                 self._uses[name].append(at)
         shards = [ceil_div(state.elements, self._ranks) for state in states if state.trainable]
@@ -178,12 +176,12 @@ class Fetches(GradientBucket):
             self._ahead += 1
 
     def _gather(self, name: str) -> None:
-        """Gather a parameter, unless it is whole. Where no rank has another part, its shard is the parameter."""
+        """Gather a parameter, unless it is whole."""
         if name not in self._persistent and not self.held(name):
             self._available += self._elements[name]
             padded = ceil_div(self._elements[name], self._ranks) * self._ranks
-            self.keep(name, padded * self._size if copies(self.job) else 0)
-            self.collective(self.held(name))
+            self.keep(name, padded * self._size)
+            self.collective(padded * self._size)
 
     def _release(self, module: str) -> None:
         """Follow `__params_to_release`: keep what has been fetched for a later use, or what the next `_reuse` elements use."""
@@ -201,9 +199,9 @@ class Fetches(GradientBucket):
 
     def reduce(self) -> None:
         """Follow `__avg_scatter_grads`: cast, join several gradients in one buffer, then cut it into shards."""
-        cast = self._filled * self._reduced if self._reduced != self._size else 0
-        joined = self._filled * self._reduced if len(self._bucket) > 1 else 0
-        self.collective(0 if joined else self._filled * self._reduced, more=cast + joined)
+        size = self._filled * self._reduced
+        joined = size if len(self._bucket) > 1 else 0
+        self.collective(size - joined, more=joined + (size if self._reduced != self._size else 0))
         if self._filled > self._room:
             self.ledger.hold("gradients", -self._filled * self._size)
         super().reduce()

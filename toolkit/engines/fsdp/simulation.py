@@ -157,6 +157,8 @@ class _Group:
     """Padded so that each rank holds equally many rows of each parameter."""
     trained: int = 0
     """The trained ones."""
+    names: list[str] = field(default_factory=list)
+    """The parameters, in the order in which FSDP2 reduces them."""
     gradients: dict[str, int] = field(default_factory=dict)
     """Bytes of unsharded gradients that wait to be reduced."""
     reduced: bool = False
@@ -244,12 +246,12 @@ class _Groups(Buffers):
             return
         self.keep("reduced", group.trained * self._reduce)
         shard = group.trained // group.ranks * self._reduce
-        # A loop's variable keeps one gradient until all is done (`foreach_reduce`): mostly the head's, beside its norm's.
-        largest = max(group.gradients.values())
-        self.ledger.hold("gradients", largest - sum(group.gradients.values()))
+        # A loop's variable keeps the last one until all is done (`foreach_reduce`).
+        last = group.gradients[max(group.gradients, key=group.names.index)]
+        self.ledger.hold("gradients", last - sum(group.gradients.values()))
         self.simulation.hold("gradients", shard)
         self.collective(group.trained * self._reduce, more=shard if self._offload else 0)
-        self.ledger.hold("gradients", -largest)
+        self.ledger.hold("gradients", -last)
         group.gradients = {}
         if group.reduced:  # added to what earlier micro-batches left
             self.simulation.hold("gradients", -shard)
@@ -292,6 +294,8 @@ def _groups(job: Job, trace: Trace) -> tuple[list[_Group], dict[str, _Group]]:
             key = key.rpartition(".")[0]
         group = owner[parameter.name] = groups[key]
         elements = shard_elements(parameter, group.ranks) * group.ranks
+        # accelerate wraps the last norm before tied weights.
+        group.names.insert(0 if module == norm else len(group.names), parameter.name)
         group.elements += elements
         group.trained += elements if parameter.trainable else 0
     return [*groups.values()], owner
