@@ -220,10 +220,12 @@ class _Groups(Buffers):
         """Gather a group, and copy each parameter out of the result. A forward keeps the result until the next one's has come."""
         if self.held(group):
             return
+        size = group.elements * self._compute
         if self._early is group:
             self.drop("early")
             self._early = None
-        size = group.elements * self._compute
+        else:
+            self.collective(size, more=size)
         if backward:
             self.ledger.touch("buffers", 2 * size)
         else:
@@ -235,7 +237,8 @@ class _Groups(Buffers):
         if self._order:
             group = self._order.pop()
             if not self.held(group) and self._early is None:
-                self.keep("early", group.elements * self._compute)
+                self.collective(size := group.elements * self._compute, more=size)
+                self.keep("early", size)
                 self._early = group
 
     def _reduce_scatter(self, group: _Group) -> None:
