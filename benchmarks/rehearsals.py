@@ -148,11 +148,12 @@ def main() -> None:
     path: Path = given.results / "rehearsals.json"
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not given.again else {}
     here = {name: before.get(name) == about()[name] for name in ("versions", "machine")}
-    stored = {name_of(row): row for row in before.get("rows", []) if all(here.values()) and "commit" in row}
-    rows: list[dict[str, Any]] = []
+    stored = {name_of(row): row for row in before.get("rows", []) if all(here.values()) and "peak_bytes" in row}
+    made = dict(stored)
     for cell in CELLS[: given.cells]:
         name = name_of(dict(zip(("family", "ranks", "rank", "fields"), cell, strict=True)))
-        rows.append(row_of(cell, stored.get(name)))
+        made[name] = row_of(cell, stored.get(name))
+        rows = [*made.values()]
         commits = ", ".join(sorted({row["commit"] for row in rows}))
         shown = "\n\n".join(table.text() for table in tables(rows))
         result = {**about(), "commit": commits, "rows": rows}

@@ -4,9 +4,8 @@
     python benchmarks/sliders.py --notebooks           # every control of every notebook: sliders_notebooks.json and .md
     python benchmarks/sliders.py --smoke               # whether it still runs
 
-Moved as a person does it: in a kernel's display, with widgets, back and forth between two values. Their traces are there; those
-of sequence lengths, once the child process behind the first answer has made them. Answers that the panel keeps are dropped
-before each move: it is one to values that were not shown before.
+Moved as a person does it: in a kernel's display, with widgets, back and forth between two values. Their traces exist
+already. Answers that the panel keeps are dropped before each move.
 
 Of a notebook all cells are run, and then each panel that they showed is moved to each value of each control, twice.
 """

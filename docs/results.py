@@ -298,12 +298,10 @@ def cards_page() -> str:
     columns = ("family", "loss, 4 steps", "measured peak", "forecast", "resume after step 2", "export")
     parts = ["# Model families", "", _made(found, "make cards"), ""]
     if found:
-        import families
-
-        command, deep = next(iter(found.values()))["command"], families.SHAPES["deep"]
+        command = next(iter(found.values()))["command"]
         parts += [
-            f"{len(found)} cards, of families with few layers and features. Names with `_512` have {deep['layers']} layers and "
-            f"{deep['hidden']} features. Each is a random model, trained with this command:",
+            f"{len(found)} cards, of families with few layers and features. Models with `_512` in their names are wider and "
+            "deeper. Each is a random model, trained with this command:",
             "",
             f"```text\n{command}\n```",
             "",

@@ -21,7 +21,7 @@ def number(version):
 if importlib.util.find_spec("toolkit") is None:
     wanted = "accelerate-toolkit[all]"  # or the path of a wheel
     tested = "accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 deepspeed==0.19.8 bitsandbytes==0.50.2"
-    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    here = {str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}
     pins = dict(pin.split("==") for pin in tested.split())
     pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
     pins |= {"torch": here["torch"]} if "torch" in here else {}
@@ -174,7 +174,7 @@ def who_reads(size, ranks, sharding):
 #
 # Under `ddp` every rank takes the whole model: the host reads it, and `prepare` copies it onto the card. Under `zero3`
 # each rank keeps its own share of every matrix as it arrives, and never holds more than that and one whole matrix. Under
-# `fsdp` it does so on the host. Look at `load` and `prepare`, and move the ranks.
+# `fsdp` each rank reads its own rows alone, in `prepare`. Look at `load` and `prepare`, and move the ranks.
 
 # %%
 shardings, start = ["ddp", "zero2", "zero3", "fsdp"], {"ranks": 64, "sharding": "zero3"}

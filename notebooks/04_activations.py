@@ -21,7 +21,7 @@ def number(version):
 if importlib.util.find_spec("toolkit") is None:
     wanted = "accelerate-toolkit[all]"  # or the path of a wheel
     tested = "accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 deepspeed==0.19.8 bitsandbytes==0.50.2"
-    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    here = {str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}
     pins = dict(pin.split("==") for pin in tested.split())
     pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
     pins |= {"torch": here["torch"]} if "torch" in here else {}

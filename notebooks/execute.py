@@ -47,7 +47,7 @@ def number(version):
 if importlib.util.find_spec("toolkit") is None:
     wanted = "WANTED"  # or the path of a wheel
     tested = "TESTED"
-    here = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    here = {str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}
     pins = dict(pin.split("==") for pin in tested.split())
     pins = {name: pin for name, pin in pins.items() if number(here.get(name, "0")) < number(pin)}
     pins |= {"torch": here["torch"]} if "torch" in here else {}

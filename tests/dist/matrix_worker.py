@@ -19,11 +19,13 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
     from toolkit.core.errors import ToolkitError
+    from toolkit.engines.upstream import patched
     from toolkit.models import describe
     from toolkit.training.loading import load
     from toolkit.training.preparation import prepare, prepared
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import job as job_of
+    from toolkit.training.streamed_weights import StreamedWeights
 
     options = {name: cell.pop(name) for name in ("steps", "allow_unquantized", "folder", "export") if name in cell}
     steps, folder = options.get("steps", 2), options.get("folder", folder)
@@ -41,7 +43,15 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     loaded = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     bytes_read = accelerator.gather(torch.tensor([held_bytes(model)], device=accelerator.device)).tolist()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-    ours = prepared(accelerator, prepare(accelerator, model, optimizer))
+    streamed, read = [], StreamedWeights.read
+
+    def counted(weights: Any, *of_what: Any) -> Any:
+        streamed.append((tensor := read(weights, *of_what)).nbytes)
+        return tensor
+
+    with patched(StreamedWeights, read=counted):
+        ours = prepared(accelerator, prepare(accelerator, model, optimizer))
+    bytes_streamed = accelerator.gather(torch.tensor([sum(streamed)], device=accelerator.device)).tolist()
     engine = job.engine
     exact = same_as(folder, engine.shards(ours), spec) if job.strategy.adapter == "none" else None
     # The same eight rows, however many ranks share them.
@@ -66,6 +76,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         "said": said,
         "loaded": sorted(loaded),
         "bytes_read": bytes_read,
+        "bytes_streamed": bytes_streamed,
         "training": all(module.training for module in ours.model.modules()),
         "exact": exact,
         "pad": tokenizer.pad_token_id,

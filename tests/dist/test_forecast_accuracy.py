@@ -43,6 +43,7 @@ def measured(work: Path, tmp_path: Path, name: str, *flags: str, script: str = "
     results = tmp_path / "results"
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *flags, "--work", str(work), "--results", str(results)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    commit = runpy.run_path(str(BENCHMARKS / "machine.py"))["commit"]()
     with (tmp_path / "log").open("w") as log:
         made = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
         try:
@@ -53,7 +54,6 @@ def measured(work: Path, tmp_path: Path, name: str, *flags: str, script: str = "
     assert code == 0, (tmp_path / "log").read_text()[-2000:]
     result: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
     assert not [row["failed"] for row in result["runs"] if "failed" in row]
-    commit = runpy.run_path(str(BENCHMARKS / "machine.py"))["commit"]()
     assert result["commit"] == commit
     assert f"\ncommit {commit}\n" in (results / f"{name}.md").read_text()
     return result

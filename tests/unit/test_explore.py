@@ -477,7 +477,8 @@ def test_without_widgets_the_answer_stands_with_the_fix(
     assert "sharding ddp" in repr(panel)
 
 
-def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec) -> None:
+def test_a_cell_shows_controls_and_answer_as_two_outputs(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_BACKGROUND", "1")
     shell = InteractiveShell.instance()
     try:
         panel = made("memory", spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -129,6 +128,4 @@ def pipeline_rows(pp: int, given: Collection[str] = ()) -> dict[str, int]:
     """
     if pp == 1 or not {"micro_batch", "accumulation"}.isdisjoint(given):
         return {}
-    rows = ceil_div(max(TrainConfig().micro_batch, pp), pp) * pp
-    print(f"pp {pp}: --micro-batch 1 --accumulation {rows}, so that all stages have work", file=sys.stderr)
-    return {"micro_batch": 1, "accumulation": rows}
+    return {"micro_batch": 1, "accumulation": ceil_div(max(TrainConfig().micro_batch, pp), pp) * pp}

@@ -193,7 +193,10 @@ def _sort_options(
             )
         values["model"] = spec.source or EMBEDDED
     owned = {name: {key: value for key, value in values.items() if owner_of[key] == name} for name in LAUNCH_OWNERS}
-    owned["train_config"] |= pipeline_rows(from_dict(Strategy, owned["strategy"]).pp, values) if recipe else {}
+    pp = from_dict(Strategy, owned["strategy"]).pp
+    if rows := pipeline_rows(pp, values) if recipe else {}:
+        print(f"pp {pp}: {' '.join(spell(rows))}, so that all stages have work", file=sys.stderr)
+        owned["train_config"] |= rows
     return {name: from_dict(owner, owned[name]) for name, owner in LAUNCH_OWNERS.items()}
 
 
