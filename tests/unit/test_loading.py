@@ -453,6 +453,24 @@ def test_rows_of_a_weight_that_lies_in_several_tensors_are_read_alone(tmp_path: 
         assert part.untyped_storage().nbytes() == part.nbytes  # no view of the file, which would be held
 
 
+def test_what_a_script_takes_off_the_model_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `prepare` has closed the files, and after an attempt that failed: never zeros."""
+    model = reader(tiny.mixtral(tmp_path / "model"), adapter="none").defer()
+    weights, name = model.streamed_weights, "model.layers.1.mlp.experts.gate_up_proj"
+    values, taken = weights.tensor(name), model.get_parameter(name)
+    weights.defer()
+    weights.close()
+    with monkeypatch.context() as broken:
+        broken.setattr(streamed_weights.StreamedWeights, "tensor", _gone)
+        with pytest.raises(OSError, match="gone"):
+            taken.sum()
+    assert torch.equal(taken, values)
+
+
+def _gone(*_: Any) -> None:
+    raise OSError("gone")
+
+
 def test_a_conversion_may_refuse_numbered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         torch.zeros(1).view(2, 2)

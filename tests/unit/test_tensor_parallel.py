@@ -244,6 +244,8 @@ def test_a_worker_finds_what_was_launched() -> None:
 def test_an_own_loop_names_the_guard(spec: ModelSpec) -> None:
     assert guard_command(job_of(spec)) == f"toolkit guard {spec.name} --sharding fsdp --tp 2"
     assert guard_command(job_of(spec, tp=1)) == ""
+    split = guard_command(job_of(spec, 8, sharding="hsdp", dp_replicate=2, tp_sequence=True))
+    assert split == f"toolkit guard {spec.name} --sharding hsdp --dp-replicate 2 --tp 2 --tp-sequence"
 
 
 def test_without_data_parallelism_tp_is_the_number_of_ranks() -> None:

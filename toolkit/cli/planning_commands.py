@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from toolkit.cli.output import check_target, show, write_config
 from toolkit.config.fields import from_dict
-from toolkit.config.flags import given, read_assignments, spell
+from toolkit.config.flags import given, read_assignments
 from toolkit.config.strategy import SHARDINGS, Strategy, catalog, sharding_word
 from toolkit.config.train_config import TrainConfig, pipeline_rows
 from toolkit.core import background
@@ -29,9 +29,7 @@ def read(owner: type[Owner], flags: argparse.Namespace, values: Mapping[str, Any
 
 def read_batch(flags: argparse.Namespace, strategy: Strategy) -> TrainConfig:
     """Return the TrainConfig of the flags, of which a pipeline's default rows become part."""
-    if rows := pipeline_rows(strategy.pp, given(flags, TrainConfig)):
-        print(f"pp {strategy.pp}: {' '.join(spell(rows))}, so that all stages have work", file=sys.stderr)
-        vars(flags).update(rows)
+    vars(flags).update(pipeline_rows(strategy.pp, given(flags, TrainConfig), say=True))
     return read(TrainConfig, flags)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.config.fields import differing, kinds_of
 from toolkit.config.hints import HINTS, VERBS
+from toolkit.config.train_config import PIPELINE_ROWS
 from toolkit.config.unknown_names import meaning_of, spell_notes
 from toolkit.core.errors import StrategyError, nearest
 
@@ -159,8 +160,7 @@ def spoken(*owners: Any) -> dict[str, Any]:
     """
     values = {name: value for owner in owners for name, value in differing(owner).items()}
     if "pp" in values:
-        names = ("micro_batch", "accumulation")
-        values |= {name: getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
+        values |= {name: getattr(owner, name) for owner in owners for name in PIPELINE_ROWS if hasattr(owner, name)}
     return values
 
 

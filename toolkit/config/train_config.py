@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -121,11 +122,18 @@ class TrainConfig(Result):
         return [fields_table("TrainConfig", self)]
 
 
-def pipeline_rows(pp: int, given: Collection[str] = ()) -> dict[str, int]:
-    """Return `micro_batch` and `accumulation` of a pipeline's step for which neither of them is given; else nothing.
+PIPELINE_ROWS = ("micro_batch", "accumulation")
+"""The fields of which a pipeline has defaults of its own."""
+
+
+def pipeline_rows(pp: int, given: Collection[str] = (), *, say: bool = False) -> dict[str, int]:
+    """Return `PIPELINE_ROWS` of a pipeline's step for which neither of them is given; else nothing.
 
     These are the default rows of a step, one by one, at least one for each stage: all stages have work.
     """
-    if pp == 1 or not {"micro_batch", "accumulation"}.isdisjoint(given):
+    if pp == 1 or not set(PIPELINE_ROWS).isdisjoint(given):
         return {}
-    return {"micro_batch": 1, "accumulation": ceil_div(max(TrainConfig().micro_batch, pp), pp) * pp}
+    rows = ceil_div(max(TrainConfig().micro_batch, pp), pp) * pp
+    if say:
+        print(f"pp {pp}: --micro-batch 1 --accumulation {rows}, so that all stages have work", file=sys.stderr)
+    return {"micro_batch": 1, "accumulation": rows}

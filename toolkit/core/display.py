@@ -174,6 +174,9 @@ def plain(value: Any) -> Any:
 class Result(JsonRecord):
     """A result that shows itself: `str()` in a terminal, `_repr_html_` in a notebook, `to_json()` for programs."""
 
+    changes: ClassVar[bool] = False
+    """Whether it shows something else at another time, as a run does."""
+
     def headline(self) -> str:
         """Return the answer in a sentence or two, which stands above the tables; empty where the tables are the answer."""
         return ""

@@ -153,7 +153,9 @@ def import_libraries(*names: str) -> None:
     first step.
     """
     gc.disable()
-    for name in names:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    try:
+        for name in names:
+            importlib.import_module(name)
+        gc.freeze()
+    finally:
+        gc.enable()

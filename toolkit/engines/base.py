@@ -225,8 +225,9 @@ class Engine(OptimizerStep):
 
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return a note about the ranks that read the weights; `streamed`: one at a time."""
-        what = "and packs one weight after the other" if streamed else "the whole model"
-        return f"every rank reads {what}, which it keeps"
+        if streamed:
+            return "every rank reads and packs all weights, one at a time, and keeps them"
+        return "every rank reads the whole model, which it keeps"
 
     # A worker ---------------------------------------------------------------------------------------------------------
 

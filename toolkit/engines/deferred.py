@@ -99,9 +99,14 @@ def is_deferred(parameter: Any) -> bool:
 
 def materialize(parameter: Any) -> None:
     """Give a deferred parameter its values on this rank."""
-    fetch = parameter.fetch
+    before = {"fetch": parameter.fetch, "whole_shape": parameter.whole_shape}
     _end(parameter)
-    fetch(parameter)
+    try:
+        before["fetch"](parameter)
+    except BaseException:  # it has no values yet, and says so at the next access, too
+        vars(parameter).update(before)
+        parameter.__class__ = deferred_class()
+        raise
 
 
 def end_deferral(model: torch.nn.Module) -> set[int]:

@@ -193,10 +193,8 @@ def _sort_options(
             )
         values["model"] = spec.source or EMBEDDED
     owned = {name: {key: value for key, value in values.items() if owner_of[key] == name} for name in LAUNCH_OWNERS}
-    pp = from_dict(Strategy, owned["strategy"]).pp
-    if rows := pipeline_rows(pp, values) if recipe else {}:
-        print(f"pp {pp}: {' '.join(spell(rows))}, so that all stages have work", file=sys.stderr)
-        owned["train_config"] |= rows
+    if recipe:
+        owned["train_config"] |= pipeline_rows(from_dict(Strategy, owned["strategy"]).pp, values, say=True)
     return {name: from_dict(owner, owned[name]) for name, owner in LAUNCH_OWNERS.items()}
 
 
@@ -234,6 +232,8 @@ def _start(folder: Folder, command: Sequence[str], function: bytes, strategy: St
 @dataclass(frozen=True, kw_only=True)
 class Runs(Result):
     """The runs in a folder, the newest first: a sequence of `Run`s."""
+
+    changes = True
 
     root: str
     entries: tuple[dict[str, Any], ...]

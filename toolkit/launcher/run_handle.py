@@ -62,6 +62,8 @@ LAST_VIEW = 5.0
 class Run(Result):
     """A run in other processes, read from its folder: by the process that launched it, or any other (`attach`)."""
 
+    changes = True
+
     def __init__(
         self, folder: Path, strategy: Strategy | None = None, process: subprocess.Popen[bytes] | None = None
     ) -> None:

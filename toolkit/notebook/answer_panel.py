@@ -159,8 +159,8 @@ class AnswerPanel:
                 self._kept[key] = self.value
 
     def _parts(self) -> dict[str, list[Any]]:
-        """Return the answer's pictures and tables; those of a kept result are drawn once."""
-        key = self._key() if isinstance(self.value, Result) else None
+        """Return the answer's pictures and tables; those of a kept result that does not change are drawn once."""
+        key = self._key() if isinstance(self.value, Result) and not self.value.changes else None
         parts = self._drawn.get(key) or _figures_and_tables(self.value)
         if key is not None:
             self._drawn[key] = parts

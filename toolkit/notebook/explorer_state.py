@@ -13,7 +13,7 @@ from toolkit.config.fields import from_dict
 from toolkit.config.flags import flag, spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
-from toolkit.config.train_config import TrainConfig
+from toolkit.config.train_config import PIPELINE_ROWS, TrainConfig, pipeline_rows
 from toolkit.core.glossary import meaning
 from toolkit.devices.gpu_catalog import CARDS
 from toolkit.devices.machine import Hardware, hardware
@@ -116,7 +116,8 @@ class ExplorerState:
         machine = on if isinstance(on, Hardware) else hardware(on)
         base = strategy or (Strategy(sharding=_full_shardings()[0]) if machine.ranks > 1 else Strategy())
         second = against or dataclasses.replace(base, sharding=_compared_sharding(base, machine.ranks), dp_replicate=1)
-        batch = train_config or TrainConfig(seq_len=min(USUAL_LENGTH, specs[0].max_positions or USUAL_LENGTH))
+        length = min(USUAL_LENGTH, specs[0].max_positions or USUAL_LENGTH)
+        batch = train_config or from_dict(TrainConfig, {"seq_len": length, **pipeline_rows(base.pp)})
         here_name = machine.device.name  # this machine's own name is long
         if on is None or machine.device.kind == "cpu":
             here_name = HERE if on is None else "cpu"
@@ -279,7 +280,7 @@ def command(kind: str, state: ExplorerState) -> str:
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
     words += spell(_changed(strategy, plain))
     if kind != "precision":
-        words += spell(_changed(state.fields(state.batch), batch))
+        words += spell(_changed(state.fields(state.batch), batch, state.base.pp))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
@@ -296,7 +297,8 @@ def train_command(state: ExplorerState) -> str:
     words, model = ["toolkit", "train"], _model_word(state)
     words += ["--model", *model, "--data", "<your data>"] if model else []
     words += ["--processes", str(count)] if count > 1 else []
-    words += spell(_changed(state.fields(state.base), Strategy()) | _changed(state.fields(state.batch), TrainConfig()))
+    words += spell(_changed(state.fields(state.base), Strategy()))
+    words += spell(_changed(state.fields(state.batch), TrainConfig(), state.base.pp))
     return shlex.join(words)
 
 
@@ -308,5 +310,7 @@ def _model_word(state: ExplorerState) -> list[str]:
     return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
 
 
-def _changed(fields: Mapping[str, Any], plain: Strategy | TrainConfig) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value != getattr(plain, name)}
+def _changed(fields: Mapping[str, Any], plain: Strategy | TrainConfig, pp: int = 1) -> dict[str, Any]:
+    """Return the fields with other values. A pipeline's default rows are others (see `pipeline_rows`): its own are said."""
+    said = PIPELINE_ROWS if pp > 1 else ()
+    return {name: value for name, value in fields.items() if name in said or value != getattr(plain, name)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from toolkit.core.display import Result
 from toolkit.core.errors import StrategyError
 from toolkit.notebook.answer_panel import AnswerPanel, unknown_control
 from toolkit.notebook.explorer_state import Choice
@@ -35,8 +37,10 @@ class Variation(AnswerPanel):
             first = self._values
             for values in itertools.product(*self._options.values()):
                 self._values = dict(zip(self.names, values, strict=True))
-                self._answer()
-                self._parts()
+                with contextlib.suppress(Exception):  # it comes when the control moves there
+                    self._answer()
+                    if isinstance(self.value, Result):
+                        self._parts()
             self._values = first
             self._answer()
 

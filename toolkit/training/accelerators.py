@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -41,15 +42,21 @@ if TYPE_CHECKING:
     import torch
 
 
-CUTS = ("tp", "cp", "ep", "pp")
-"""Degrees of a cut over ranks."""
+CUT = (
+    *("sharding", "dp_replicate", "tp", "tp_sequence", "cp", "cp_attention", "ep", "pp", "pp_schedule", "pp_stages_per_rank"),
+    *("adapter", "lora_rank", "lora_alpha", "lora_targets"),
+)  # fmt: skip
+"""Fields of a strategy that say how ranks cut a model, and into what."""
 
 
 def guard_command(job: Job) -> str:
     """Return the command that compares a job's cut of its model with one process; empty for a job that cuts nothing."""
-    name = job.spec.name if job.spec is not None else "MODEL"
-    fields = {name: value for name, value in differing(job.strategy).items() if name in CUTS}
-    return " ".join(["toolkit guard", name, *spell({"sharding": job.strategy.sharding, **fields})]) if fields else ""
+    strategy = job.strategy
+    if strategy.tp * strategy.cp * strategy.ep * strategy.pp == 1:
+        return ""
+    model = job.spec.name if job.spec is not None else "MODEL"
+    fields = {"sharding": strategy.sharding, **differing(strategy)}
+    return shlex.join(["toolkit", "guard", model, *spell({name: fields[name] for name in CUT if name in fields})])
 
 
 @cache

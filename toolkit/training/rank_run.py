@@ -330,9 +330,7 @@ class RankRun:
             self._audit = audit(prepared, gradients=step.gradients)
         elif step.step == self.start + 2 and (wrong := wrong_parts(prepared)):
             # An adapter's first half has no gradient in the first step.
-            raise StrategyMismatch(
-                f"after step {step.step}: {'; '.join(wrong)}. Expected equal ones: please report it."
-            )
+            raise StrategyMismatch(f"after step {step.step}: {'; '.join(wrong)}. Please report it.")
         if self.config.tracker:
             self.accelerator.log({"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}, step=step.step)
 

@@ -1,4 +1,4 @@
-"""The parts of parameters on all ranks: together each tensor once; where several hold one, compared by a sum of their bits.
+"""The parts of parameters on all ranks: together they have each tensor's elements, and equal parts have equal bits.
 
 A cut that leaves something out shows here, and a gradient that was reduced wrongly.
 """

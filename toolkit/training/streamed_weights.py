@@ -1,4 +1,4 @@
-"""A checkpoint's weights one at a time: a rank reads what it keeps. No rank holds the whole model."""
+"""A checkpoint's weights one at a time, so that a rank reads what it keeps."""
 
 from __future__ import annotations
 
@@ -129,7 +129,10 @@ class StreamedWeights:
 
     def defer(self) -> None:
         """Let a script use the parameters as if they had their values. Packed ones stay as they are."""
-        defer((place for place in self._places.values() if self._is_whole(*place)), self._fetch)
+        kept = copy.copy(
+            self
+        )  # its files stay open for parameters that a script takes off the model and reads after `close`
+        defer((place for place in self._places.values() if self._is_whole(*place)), kept._fetch)
 
     def _is_whole(self, name: str, parameter: torch.nn.Parameter) -> bool:
         return tuple(parameter.shape) == self._entry(name).shape

@@ -1,4 +1,4 @@
-"""Ways to read a checkpoint's weights: whole, by rank 0 alone, or one at a time while a model is prepared."""
+"""Ways to read a checkpoint's weights: whole, by rank 0 alone, or one at a time."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def accumulation_dtype(job: Job) -> str:
 def partitioned(simulation: Simulation) -> None:
     """Simulate reading and partitioning: under `zero.Init` rank 0 reads each parameter whole and broadcasts it.
 
-    Every rank reads packed weights whole, unless they are streamed.
+    Every rank reads the whole model at once where weights are packed, unless they are streamed.
     """
     job, ledger = simulation.job, simulation.ledger
     assert job.spec is not None

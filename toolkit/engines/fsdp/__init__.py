@@ -149,7 +149,7 @@ class FSDP(FSDPForecast):
     def loading_note(self, job: Job, streamed: bool = False) -> str:
         """Return a note about the ranks that read the weights, whole or one at a time."""
         if streamed:
-            packed = ", and packs the quantized ones whole" if job.strategy.quantized else ""
+            packed = "; those that it packs it reads whole, one at a time" if job.strategy.quantized else ""
             return f"every rank reads its own part of each weight{packed}"
         if job.strategy.quantized:
             return "every rank reads and quantizes the whole model, and keeps its shard"

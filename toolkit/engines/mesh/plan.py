@@ -96,14 +96,19 @@ def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
 
 
 def _refuse_empty_experts(job: Job) -> None:
-    """Refuse more ranks of FSDP than experts on a rank: transformers reads no empty part of them."""
+    """Refuse ranks of FSDP of which one would get none of the experts of its ep rank: transformers reads no empty part."""
     sizes, count = job.parallelism, job.spec.moe.experts if job.spec and job.spec.moe else 0
     own, ranks = count // sizes.ep, sizes.shard_size * sizes.tp // sizes.ep
-    if own and job.strategy.sharding != "none" and ceil_div(own, ranks) * (ranks - 1) >= own and ranks > 1:
-        copies = ceil_div(ranks, own) * sizes.dp_replicate
+
+    def leaves_one_out(ranks: int) -> bool:
+        return ranks > 1 and ceil_div(own, ranks) * (ranks - 1) >= own
+
+    if own and job.strategy.sharding != "none" and leaves_one_out(ranks):
+        fits = [copies for copies in range(2, ranks + 1) if ranks % copies == 0 and not leaves_one_out(ranks // copies)]
         raise StrategyError(
             f"ep {sizes.ep} with sharding {job.strategy.sharding!r}: an ep rank has {own} of {count} experts, which its "
-            f"{ranks} ranks of FSDP cannot share. Choose fewer processes, or sharding 'hsdp' with --dp-replicate {copies}."
+            f"{ranks} ranks of FSDP cannot share: one would get none. Choose fewer processes, or sharding 'hsdp' with "
+            f"--dp-replicate {fits[0] * sizes.dp_replicate}."
         )
 
 
