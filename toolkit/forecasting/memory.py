@@ -162,7 +162,7 @@ def replay_ranks(
 def _simulate_save(simulation: Simulation, save: bool) -> None:
     """Simulate a checkpoint's snapshot on every rank, and the export on rank 0. On a GPU both go to the host.
 
-    A model is written tensor by tensor, an adapter at once.
+    A model is written tensor by tensor, an adapter at once. Another rank's part of a tensor comes in pieces.
     """
     ledger, job = simulation.ledger, simulation.job
     ledger.enter("save")
@@ -170,7 +170,8 @@ def _simulate_save(simulation: Simulation, save: bool) -> None:
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
     if job.device.kind == "cpu":
         ledger.hold("workspace", -simulation.kept_snapshot)
-        ledger.touch("workspace", max(written, simulation.snapshot if simulation.num_checkpoints else 0))
+        piece = min(SEND_CHUNK, max(sizes, default=0) // job.parallelism.shard_size) if job.ranks > 1 else 0
+        ledger.touch("workspace", max(written + piece, simulation.snapshot if simulation.num_checkpoints else 0))
     else:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
         ledger.rank0_host(written)
