@@ -170,7 +170,8 @@ def _simulate_save(simulation: Simulation, save: bool) -> None:
     written = sum(sizes) if job.strategy.adapter != "none" else max(sizes, default=0)
     if job.device.kind == "cpu":
         ledger.hold("workspace", -simulation.kept_snapshot)
-        piece = min(SEND_CHUNK, max(sizes, default=0) // job.parallelism.shard_size) if job.ranks > 1 else 0
+        shards = job.parallelism.shard_size
+        piece = min(SEND_CHUNK, max(sizes, default=0) // shards) if shards > 1 else 0
         ledger.touch("workspace", max(written + piece, simulation.snapshot if simulation.num_checkpoints else 0))
     else:
         ledger.touch("workspace", min(SEND_CHUNK, max(sizes, default=0)))
