@@ -64,7 +64,7 @@ def command(arguments: argparse.Namespace, sharding: str) -> list[str]:
         "model": arguments.work / ("mixture" if "ep" in fields else "model"),
         "data": arguments.work / "data.jsonl",
         **fields,
-        "accumulation": 2 if "pp" in fields else 1,
+        "accumulation": 2,
         "steps": arguments.steps,
         "save-every": 2,
         "seq-len": 32,

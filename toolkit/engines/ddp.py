@@ -139,10 +139,11 @@ class DDP(Engine):
         shape = (1, 2 * prepared.job.strategy.token_parts)  # each rank of a sequence has a label to predict
         tokens = torch.zeros(shape, dtype=torch.long, device=prepared.accelerator.device)
         batch = prepared.job.split({"input_ids": tokens, "labels": tokens}, prepared.accelerator.process_index)
-        for last in (False, True):  # the buckets are rebuilt at the head of the second forward
-            loss = prepared.model(**batch, use_cache=False).loss
-            if not last:
-                loss.backward()
+        prepared.model(**batch, use_cache=False).loss.backward()
+        # The buckets are rebuilt at the head of a second forward. Without `no_sync` DDP would await its backward, and average the
+        # gradients of the first micro-batch, too: equal sums with other last bits.
+        with self.accumulating(prepared, last=False):
+            prepared.model(**batch, use_cache=False)
         prepared.optimizer.zero_grad()
 
 
