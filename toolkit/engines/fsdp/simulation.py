@@ -200,7 +200,7 @@ class _Groups(Buffers):
         elif what == "end":
             for group in self._groups:
                 self._reduce_scatter(group)
-            self.drop("reduced", "waiting", "early")
+            self.drop("reduced", "copied", "waiting", "early")
             self._early = None
         elif what == "out" and not name:  # the root's `_post_forward` frees the last all-gather's output
             self.drop("gathered")
@@ -212,7 +212,10 @@ class _Groups(Buffers):
                 self.drop(last)
         elif what == "back in" and last:
             self._gather(last, backward=True)
+            self.drop("copied")
             self._prefetch()
+        elif what == "back in" and first:  # a tied embedding, gathered since the head's backward
+            self.drop("copied")
         elif what == "back out" and first:
             self._reduce_scatter(first)
 
@@ -247,13 +250,18 @@ class _Groups(Buffers):
         self.drop(group)
         if not group.gradients:
             return
-        self.keep("reduced", group.trained * self._reduce)
-        shard = group.trained // group.ranks * self._reduce
+        self.drop("copied")
+        whole = group.trained * self._reduce
+        shard = whole // group.ranks
+        self.keep("reduced", whole)
         # A loop's variable keeps the last one until all is done (`foreach_reduce`).
         last = group.gradients[max(group.gradients, key=group.names.index)]
         self.ledger.hold("gradients", last - sum(group.gradients.values()))
         self.simulation.hold("gradients", shard)
-        self.collective(group.trained * self._reduce, more=shard if self._offload else 0)
+        self.collective(whole, more=shard if self._offload else 0)
+        if self.job.device.kind == "cpu" and not self._replicas:
+            # gloo's thread frees its copy once the next group's backward begins; an all-reduce between groups takes longer.
+            self.keep("copied", whole, "workspace")
         self.ledger.hold("gradients", -last)
         group.gradients = {}
         if group.reduced:  # added to what earlier micro-batches left
