@@ -72,7 +72,7 @@ class AnswerPanel:
         self._kept: dict[Any, Any] = {}
         """Answers by `_key`."""
         self._drawn: dict[Any, dict[str, list[Any]]] = {}
-        """Pictures and tables of those that are results, which change no more."""
+        """Pictures and tables of those that are results and do not change, by `_key`."""
         began = time.monotonic()
         self._answer()
         if continuous is None:
