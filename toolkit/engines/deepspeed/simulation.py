@@ -91,11 +91,11 @@ class ZeroForecast(Engine):
 
     def simulate_training(self, simulation: Simulation) -> None:
         """Enter the masters, the moments, the buckets of gradients and the partitions that they end in."""
-        job = simulation.job
+        job, ledger = simulation.job, simulation.ledger
         simulation.hold("master", simulation.state.master)
         if job.device.kind != "cpu" and job.precision.mixed and job.strategy.adapter == "none":
             # Each exact master is read in fp32, beside the one before (`training/preparation.py`).
-            simulation.ledger.touch("workspace", 2 * BYTES_OF["float32"] * max(each.elements for each in parameters_of(job)))
+            ledger.touch("workspace", 2 * BYTES_OF["float32"] * max(each.elements for each in parameters_of(job)))
         moves = Fetches(simulation) if stage_of(job.strategy) == 3 else _Buckets(simulation)
         simulation.hold_moments()
         simulation.walk(moves)
