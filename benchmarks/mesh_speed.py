@@ -11,18 +11,20 @@ the recipe's, and the one by hand again. A pair is some steps of each with the s
 pair. Ratio: (seconds by hand) / (seconds of the recipe), the median of all pairs. Control: the same for the second loop by hand.
 All three have to report the same losses.
 
-Then every collective of one of the recipe's steps is recorded, and compared with what `Job.communication` forecasts. Last, the share
-of a step that each rank of a pipeline spends outside forward and backward stands beside the forecast's.
+Then every collective of one of the recipe's steps is recorded, and compared with what `Job.communication` forecasts. Last, the
+share of a step that each rank of a pipeline spends outside forward and backward stands beside the forecast's.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from families import checkpoint
 from forking import result_of, write
 from machine import about, parse, parser, stored, write_results
 from recipe import rank
@@ -342,7 +344,11 @@ def main() -> None:
     strategies = COUNTED[:2] if given.smoke else COUNTED
     kinds = [counted(*each, given, "embedded") for each in strategies] if "counts" in chosen else []
     schedules = SCHEDULES[:1] if given.smoke else SCHEDULES
-    idle = [waited(*each, given, "embedded") for each in schedules] if "idle" in chosen else []
+    idle = []
+    if "idle" in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            model = str(checkpoint(Path(folder) / "model", "Llama", "mesh"))
+            idle = [waited(*each, given, model) for each in schedules]
     parts = {"runs": runs, "counts": kinds, "idle": idle}
     known = stored(given.results / "mesh_speed.json")
     kept = {name: known[name] for name, found in parts.items() if not found and known.get(name)}
