@@ -251,7 +251,7 @@ def counted(strategy: Mapping[str, Any], rows: Mapping[str, int], given: Any, mo
 
 def waited(schedule: str, micro_batches: int, given: Any, model: str) -> dict[str, Any]:
     """Return the share of a step in which each rank of a pipeline waits, forecast and measured."""
-    strategy = {"pp": RANKS, "pp_schedule": schedule, **COMMON}
+    strategy: dict[str, Any] = {"pp": RANKS, "pp_schedule": schedule, **COMMON}
     train_config = {"micro_batch": 1, "accumulation": micro_batches, "seq_len": given.seq_len}
     made = tk.forecast(model, Strategy(**strategy), tk.hardware(), TrainConfig(**train_config), ranks=RANKS)
     assert made.pipeline is not None

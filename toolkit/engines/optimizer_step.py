@@ -140,14 +140,16 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     if any(gradient.device.type != "cpu" for gradient in gradients):
         norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
         whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(whole))
-    layouts: dict[Any, torch.Tensor] = {}
+        over_all: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
+        return over_all
+    layouts: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         layout = getattr(gradient, "device_mesh", None), tuple(getattr(gradient, "placements", ()))
-        layouts[layout] = layouts.get(layout, 0) + _squares(local_tensor(gradient))
+        layouts.setdefault(layout, []).append(_squares(local_tensor(gradient)))
     total = torch.zeros((), dtype=torch.float64)
-    for (mesh, placements), squares in layouts.items():
-        total += squares if mesh is None else _summed(squares, mesh, placements)
+    for (mesh, placements), each in layouts.items():
+        squares = torch.stack(each).sum()
+        total += squares if mesh is None else _summed(squares, mesh, placements).cpu()
     return total.sqrt().float()
 
 
@@ -163,7 +165,8 @@ def _squares(tensor: torch.Tensor) -> torch.Tensor:
     rows = len(flat) // 1024
     norms = torch.linalg.vector_norm(flat[: rows * 1024].view(rows, 1024), dim=1, dtype=torch.float32)
     rest = flat[rows * 1024 :].double()
-    return norms.double().square().sum() + rest.square().sum()
+    squares: torch.Tensor = norms.double().square().sum() + rest.square().sum()
+    return squares
 
 
 def _summed(squares: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
@@ -181,8 +184,8 @@ def scale_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit
 
     if math.isfinite(limit):
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            local_tensor(gradient).mul_(factor)
+        if local := [local_tensor(gradient) for gradient in gradients]:
+            torch._foreach_mul_(local, factor)
 
 
 def average_gradients(gradients: Iterable[torch.Tensor], group: Any) -> None:
