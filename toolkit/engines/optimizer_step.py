@@ -133,7 +133,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of gradients over any meshes, in fp32. Each element counts once. A collective of these meshes."""
+    """Return the L2 norm of gradients over any meshes, in fp32 or wider. Each element counts once. A collective of these meshes."""
     import torch
 
     gradients = list(gradients)
@@ -150,7 +150,8 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     for (mesh, placements), each in layouts.items():
         squares = torch.stack(each).sum()
         total += squares if mesh is None else _summed(squares, mesh, placements).cpu()
-    return total.sqrt().float()
+    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+    return total.sqrt() if wide else total.sqrt().float()
 
 
 def _squares(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,9 +164,10 @@ def _squares(tensor: torch.Tensor) -> torch.Tensor:
 
     flat = tensor.detach().reshape(-1)
     rows = len(flat) // 1024
-    norms = torch.linalg.vector_norm(flat[: rows * 1024].view(rows, 1024), dim=1, dtype=torch.float32)
-    rest = flat[rows * 1024 :].double()
-    squares: torch.Tensor = norms.double().square().sum() + rest.square().sum()
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(flat[: rows * 1024].view(rows, 1024), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[rows * 1024 :], dtype=dtype)
+    squares: torch.Tensor = norms.double().square().sum() + rest.double().square()
     return squares
 
 
