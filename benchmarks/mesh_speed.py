@@ -3,6 +3,7 @@
     python benchmarks/mesh_speed.py               # results into benchmarks/results/mesh_speed.json and .md
     python benchmarks/mesh_speed.py --only pp,tp
     python benchmarks/mesh_speed.py --only counts # the collectives alone
+    python benchmarks/mesh_speed.py --only idle   # how long the ranks of a pipeline wait, alone
     python benchmarks/mesh_speed.py --smoke       # whether it still runs
 
 Three loops train the same model from the same checkpoint over two CPU ranks, with one thread each: one by hand (`mesh_loops.py`),
@@ -10,26 +11,31 @@ the recipe's, and the one by hand again. A pair is some steps of each with the s
 pair. Ratio: (seconds by hand) / (seconds of the recipe), the median of all pairs. Control: the same for the second loop by hand.
 All three have to report the same losses.
 
-Then every collective of one of the recipe's steps is recorded, and compared with what `Job.communication` forecasts.
+Then every collective of one of the recipe's steps is recorded, and compared with what `Job.communication` forecasts. Last, the
+share of a step that each rank of a pipeline spends outside forward and backward stands beside the forecast's.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from families import checkpoint
 from forking import result_of, write
-from machine import about, parse, parser, write_results
+from machine import about, parse, parser, stored, write_results
 from recipe import rank
 
+import toolkit as tk
 from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes
+from toolkit.engines.played import measured
 
 if TYPE_CHECKING:
     from recipe import Rank
@@ -59,6 +65,20 @@ COUNTED: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"cp": 2, "sharding": "ddp", **COMMON, **FULL, "cp_attention": "gather"}, {"micro_batch": 2, "accumulation": 2}),
 ]
 """Strategies with counted collectives, and the rows of a step."""
+
+SCHEDULES = [
+    ("gpipe", 4),
+    ("gpipe", 8),
+    ("1f1b", 4),
+    ("1f1b", 8),
+    ("interleaved", 4),
+    ("looped_bfs", 4),
+    ("zero_bubble", 4),
+]
+"""Schedules of two ranks, with the micro-batches of a step."""
+
+TIMED = 16
+"""Steps of a pipeline from which its idle time is read."""
 
 LOSSES = 1e-5
 """The largest relative difference of two loops' losses."""
@@ -139,7 +159,8 @@ def worker(config: dict[str, Any]) -> None:
     import mesh_loops
     import torch.distributed as dist
 
-    total = WARM + config["pairs"] * config["steps"] + 1
+    warm = config.get("warm", WARM)
+    total = warm + config["pairs"] * config["steps"] + 1
     train_config = TrainConfig(**config["train_config"], steps=total, lr=1e-3, warmup=0, scheduler="constant")
     run_config, path = RunConfig(model=config["model"]), Path(config["out"]).with_name("run")
     with rank(Strategy(**config["strategy"]), train_config, run_config, path) as this:
@@ -154,15 +175,19 @@ def worker(config: dict[str, Any]) -> None:
             first, names = number % len(loops), [*loops]
             pairs.append({})
             for name in names[first:] + names[:first]:
-                pairs[-1][name], new = run_block(loops[name], WARM if number < 0 else config["steps"])
+                pairs[-1][name], new = run_block(loops[name], warm if number < 0 else config["steps"])
                 losses[name] += new
+        timed = job.engine.timed_actions(this.prepared)
         with recorder() as record:
             next(loops["toolkit"])
         this.run.window.close()
         everywhere: list[Any] = [None] * RANKS
-        dist.all_gather_object(everywhere, record.sent)
+        dist.all_gather_object(everywhere, (record.sent, timed))
         if this.prepared.accelerator.is_main_process:
-            write(config, {"pairs": pairs[1:], "losses": losses, "sent": everywhere, "forecast": forecast_of(job)})
+            sent, ran = ([each[part] for each in everywhere] for part in (0, 1))
+            idle = measured(ran).idle if all(ran) else ()
+            found = {"sent": sent, "forecast": forecast_of(job), "idle": idle}
+            write(config, {"pairs": pairs[1:], "losses": losses, **found})
 
 
 def forecast_of(job: Job) -> list[tuple[str, float]]:
@@ -224,6 +249,49 @@ def counted(strategy: Mapping[str, Any], rows: Mapping[str, int], given: Any, mo
     return {"strategy": strategy, "train_config": train_config, "counts": counts(run)}
 
 
+def waited(schedule: str, micro_batches: int, given: Any, model: str) -> dict[str, Any]:
+    """Return the share of a step in which each rank of a pipeline waits, forecast and measured."""
+    strategy: dict[str, Any] = {"pp": RANKS, "pp_schedule": schedule, **COMMON}
+    train_config = {"micro_batch": 1, "accumulation": micro_batches, "seq_len": given.seq_len}
+    made = tk.forecast(model, Strategy(**strategy), tk.hardware(), TrainConfig(**train_config), ranks=RANKS)
+    assert made.pipeline is not None
+    by_rank = {stage.rank: stage.idle for stage in made.pipeline.stages}
+    config = {"strategy": strategy, "train_config": train_config, "model": model, "pairs": 0, "steps": 0, "warm": TIMED}
+    run = result_of("mesh_speed:worker", config, RANKS)
+    formula = made.pipeline.equal_stages_idle_share
+    forecast = [by_rank[rank] for rank in range(RANKS)]
+    return {
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "formula": formula,
+        "idle": run["idle"],
+        "forecast": forecast,
+    }
+
+
+def idle_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each rank of each schedule."""
+    rows = [
+        (
+            run["schedule"] if rank == 0 else "",
+            run["micro_batches"] if rank == 0 else "",
+            f"{run['formula']:.3f}",
+            rank,
+            f"{expected:.3f}",
+            f"{share:.3f}",
+            f"{expected - share:+.3f}",
+        )
+        for run in runs
+        for rank, (expected, share) in enumerate(zip(run["forecast"], run["idle"], strict=True))
+    ]
+    columns = ("schedule", "micro-batches", "formula", "rank", "forecast", "measured", "difference")
+    notes = (
+        "Share of a step outside forward and backward. formula: (p - 1) / (v m + p - 1), with equal stages.",
+        f"Measured: the step of median length of the last that were kept of {TIMED}.",
+    )
+    return Table(title="Idle time of pipelines of two ranks", columns=columns, rows=rows, notes=notes)
+
+
 def speed_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """Return a row for each mesh."""
     columns: tuple[str, ...] = ("mesh", "pairs", "tokens a step", "step by hand, s", "by hand, tokens/s")
@@ -260,21 +328,35 @@ def counts_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title="Collectives of a step", columns=columns, rows=rows, notes=[note])
 
 
+TABLES = {"runs": speed_table, "counts": counts_table, "idle": idle_table}
+
+
 def main() -> None:
     """Measure, count, print the tables, write the results."""
     flags = parser(__doc__)
-    flags.add_argument("--only", default="", help="pp, tp, cp, counts: those alone, with commas")
+    flags.add_argument("--only", default="", help="pp, tp, cp, counts, idle: those alone, with commas")
     flags.add_argument("--pairs", type=int, default=5, help="pairs of each mesh (default: %(default)s)")
     flags.add_argument("--steps", type=int, default=4, help="steps of each loop in a pair (default: %(default)s)")
     flags.add_argument("--seq-len", type=int, default=256)
     given = parse(flags, only="", pairs=1, steps=1, seq_len=64)
-    chosen = given.only.split(",") if given.only else [*MESHES, "counts"]
+    chosen = given.only.split(",") if given.only else [*MESHES, "counts", "idle"]
     runs = [measure(name, given, "embedded") for name in MESHES if name in chosen]
     strategies = COUNTED[:2] if given.smoke else COUNTED
     kinds = [counted(*each, given, "embedded") for each in strategies] if "counts" in chosen else []
-    tables = [speed_table(runs)] if runs else []
-    shown = "\n\n".join(table.text() for table in [*tables, *([counts_table(kinds)] if kinds else [])])
-    result = {**about(), "given": {"pairs": given.pairs, "steps": given.steps}, "runs": runs, "counts": kinds}
+    schedules = SCHEDULES[:1] if given.smoke else SCHEDULES
+    idle = []
+    if "idle" in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            model = str(checkpoint(Path(folder) / "model", "Llama", "mesh"))
+            idle = [waited(*each, given, model) for each in schedules]
+    parts = {"runs": runs, "counts": kinds, "idle": idle}
+    known = stored(given.results / "mesh_speed.json")
+    kept = {name: known[name] for name, found in parts.items() if not found and known.get(name)}
+    facts = about()
+    facts["commit"] = ", ".join(sorted({facts["commit"], *(known["commit"].split(", ") if kept else [])}))
+    result = {**facts, "given": {"pairs": given.pairs, "steps": given.steps}, **parts, **kept}
+    tables = [make(result[name]) for name, make in TABLES.items() if result[name]]
+    shown = "\n\n".join(table.text() for table in tables)
     write_results(given.results, "mesh_speed", "Meshes of two ranks beside loops by hand", result, shown)
     print(shown)
 

@@ -152,6 +152,12 @@ SMOKE: Cell = ("Llama", 2, {"pp": 2})
 
 PARITY: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp 2": ("Qwen3", 2, {"pp": 2}),
+    "pp 2, gpipe": ("Gemma3", 2, {"pp": 2, **GPIPE, **PLAIN}),
+    "pp 2, interleaved": ("Llama", 2, {"pp": 2, **INTERLEAVED}),
+    "pp 2, looped_bfs": ("Llama", 2, {"pp": 2, **LOOPED, **WHOLE_LOSS}),
+    "pp 2, zero_bubble": ("Llama", 2, {"pp": 2, **ZERO_BUBBLE, **PLAIN}),
+    "pp 2 in ddp": ("Qwen3", 4, {"pp": 2, **DDP}),
+    "pp 2 in fsdp": ("Llama", 4, {"pp": 2, **FSDP}),
     "tp 2 in ddp": ("Qwen3", 4, {"tp": 2, **DDP, **PLAIN}),
     "tp 2 in fsdp": ("Llama", 4, {"tp": 2, **FSDP, **WHOLE_LOSS}),
     "tp 2, tokens divided, in fsdp": ("Llama", 4, {"tp": 2, "tp_sequence": True, **FSDP}),
@@ -163,6 +169,8 @@ PARITY: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp 2, cp 2 in fsdp": ("Llama", 8, {"tp": 2, "cp": 2, **FSDP, **GATHER, **WHOLE_LOSS}),
     "tp 2, ep 2 in fsdp": ("Mixtral", 4, {"tp": 2, "ep": 2, **FSDP, **PLAIN}),
     "cp 2, ep 4 in fsdp": ("Mixtral", 4, {"cp": 2, "ep": 4, **FSDP}),
+    "pp 2, tp 2": ("Qwen3", 4, {"pp": 2, "tp": 2}),
+    "pp 2, tp 2, gemma": ("Gemma3", 4, {"pp": 2, "tp": 2, **WHOLE_LOSS}),
     "pp 2, tp 2 in fsdp": ("Llama", 8, {"pp": 2, "tp": 2, **FSDP}),
 }
 """Family, ranks and strategy of each run that takes the steps of one process. `ddp` does not run with `ep`."""

@@ -35,14 +35,13 @@ class OptimizerStep:
         """Clip gradients in place and return their global L2 norm over all ranks.
 
         Args:
-            parameters: all plain, or all DTensors on one mesh.
+            parameters: plain ones and DTensors, on any meshes.
             limit: the largest norm; may be infinite.
         """
-        import torch
-
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        local: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return local
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = total_norm(gradients)
+        scale_gradients(gradients, norm, limit)
+        return norm
 
     def steps_on_device(self, prepared: Prepared) -> bool:
         """Return whether `step` takes `found_inf`, so that the host need not wait for the gradients: torch's fused kernels do."""
@@ -134,12 +133,51 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of gradients over any meshes. Each element counts once. A collective of these meshes."""
+    """Return the L2 norm of gradients over any meshes, in fp32 or wider. Each element counts once. A collective of these meshes."""
     import torch
 
-    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
+    gradients = list(gradients)
+    if any(gradient.device.type != "cpu" for gradient in gradients):
+        norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh(gradients)]
+        whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        over_all: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
+        return over_all
+    layouts: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        layout = getattr(gradient, "device_mesh", None), tuple(getattr(gradient, "placements", ()))
+        layouts.setdefault(layout, []).append(_squares(local_tensor(gradient)))
+    total = torch.zeros((), dtype=torch.float64)
+    for (mesh, placements), each in layouts.items():
+        squares = torch.stack(each).sum()
+        total += squares if mesh is None else _summed(squares, mesh, placements).cpu()
+    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+    return total.sqrt() if wide else total.sqrt().float()
+
+
+def _squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a CPU tensor's squares, in fp64.
+
+    torch adds a whole tensor's squares in fp32 there: the norm of four million elements of uneven size is 1.5e-3 too low. Rows of
+    1,024 elements are within 1e-6.
+    """
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    rows = len(flat) // 1024
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(flat[: rows * 1024].view(rows, 1024), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[rows * 1024 :], dtype=dtype)
+    squares: torch.Tensor = norms.double().square().sum() + rest.double().square()
+    return squares
+
+
+def _summed(squares: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+    """Sum over the ranks that hold other elements. A collective."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+    whole: torch.Tensor = DTensor.from_local(squares, mesh, parts).full_tensor()
+    return whole
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
@@ -148,8 +186,8 @@ def scale_gradients(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit
 
     if math.isfinite(limit):
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            local_tensor(gradient).mul_(factor)
+        if local := [local_tensor(gradient) for gradient in gradients]:
+            torch._foreach_mul_(local, factor)
 
 
 def average_gradients(gradients: Iterable[torch.Tensor], group: Any) -> None:
