@@ -57,7 +57,8 @@ def commit() -> str:
 
     try:
         head = git("rev-parse", "HEAD").strip()
-        changed = git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.relative_to(HERE.parent)}")
+        excluded = [f":(exclude){place}" for place in (RESULTS.relative_to(HERE.parent), "docs/results")]
+        changed = git("status", "--porcelain", "--", ".", *excluded)
     except (OSError, subprocess.CalledProcessError):
         return NO_COMMIT
     return f"{head} + uncommitted changes" if changed else head

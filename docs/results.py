@@ -29,6 +29,10 @@ FAMILIES = (
 """Models of tests/dist/tiny.py; those of benchmarks/families.py come after them."""
 
 
+MESHES = {"tp": "llama", "cp": "llama", "ep": "mixtral", "pp": "llama"}
+"""A dimension of the mesh → the model of tests/dist/tiny.py that it divides: experts need some."""
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     from importlib import metadata
@@ -46,11 +50,13 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def keep(name: str, results: dict[str, Any]) -> None:
-    """Write results among the stored ones, with today's date and the versions."""
+    """Write results among the stored ones, with today's date, the versions and the commit."""
+    from machine import commit
+
     from toolkit.core.units import timestamp
 
     RESULTS.mkdir(exist_ok=True)
-    about = {"date": timestamp()[:10], "versions": versions()}
+    about = {"date": timestamp()[:10], "versions": versions(), "commit": commit()}
     everything = stored(name) | {key: {**result, **about} for key, result in results.items()}
     (RESULTS / f"{name}.json").write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
 
@@ -65,7 +71,7 @@ def missing(name: str, keys: list[str]) -> list[str]:
 
 
 def cells() -> dict[str, dict[str, Any]]:
-    """Return every cell: sharding × adapter × precision, × activation checkpointing, × tensor parallelism, × compile."""
+    """Return every cell: sharding × adapter × precision, × activation checkpointing, × parallelism, × compile."""
     from toolkit.config.strategy import ADAPTERS, SHARDINGS
     from toolkit.config.tables import PRECISIONS
 
@@ -74,8 +80,10 @@ def cells() -> dict[str, dict[str, Any]]:
         found[f"{sharding} {adapter} {precision}"] = {"adapter": adapter, "precision": precision}
     for sharding, policy in itertools.product(SHARDINGS, ("none", "selective", "attention", "full", "every:2")):
         found[f"{sharding} checkpointing {policy}"] = {"precision": "fp32", "activation_checkpointing": policy}
-    for sharding, adapter in itertools.product(SHARDINGS, ("none", "lora")):
-        found[f"{sharding} tp 2 {adapter}"] = {"precision": "fp32", "adapter": adapter, "tp": 2}
+    for sharding, mesh, adapter in itertools.product(SHARDINGS, MESHES, ("none", "lora")):
+        found[f"{sharding} {mesh} 2 {adapter}"] = {"precision": "fp32", "adapter": adapter, mesh: 2}
+    for sharding, (first, second) in itertools.product(("none", "fsdp"), itertools.combinations(MESHES, 2)):
+        found[f"{sharding} {first} 2 {second} 2"] = {"precision": "fp32", first: 2, second: 2}
     found |= {f"{sharding} compile": {"precision": "fp32", "compile": True} for sharding in SHARDINGS}
     for key, words in found.items():
         words["sharding"] = key.split()[0]
@@ -93,7 +101,9 @@ def refusal(words: dict[str, Any], machine: str = "2x cpu") -> str:
 
     try:
         strategy = Strategy(**words)
-        resolve(strategy, TrainConfig(), None, strategy.least_ranks, hardware(machine).device)
+        resolve(
+            strategy, TrainConfig(accumulation=2 * strategy.pp), None, strategy.least_ranks, hardware(machine).device
+        )
     except ToolkitError as error:
         return str(error)
     return ""
@@ -109,18 +119,22 @@ def run_matrix(chosen: list[str]) -> None:
     wanted = {key: words for key, words in cells().items() if not chosen or key.startswith(tuple(chosen))}
     refused = {key: text for key in missing("matrix", list(wanted)) if (text := refusal(wanted[key]))}
     keep("matrix", {key: {"refused": text} for key, text in refused.items()})
-    group = {key: (Strategy(**wanted[key]).least_ranks, "tp" in wanted[key]) for key in missing("matrix", list(wanted))}
+    group = {
+        key: (Strategy(**wanted[key]).least_ranks, model_of(wanted[key])) for key in missing("matrix", list(wanted))
+    }
     with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
-        model = tiny.llama(Path(scratch) / "llama", num_hidden_layers=4)
-        for (ranks, parallel), keys in itertools.groupby(
+        models = {"llama": tiny.llama(Path(scratch) / "llama", num_hidden_layers=4)}
+        models["mixtral"] = tiny.mixtral(Path(scratch) / "mixtral")
+        for (ranks, divided), keys in itertools.groupby(
             sorted(group, key=lambda key: group[key]), key=lambda key: group[key]
         ):
-            worker = HERE / ("mesh_worker.py" if parallel else "matrix_worker.py")
+            worker = HERE / ("mesh_worker.py" if divided else "matrix_worker.py")
+            model = models[divided or "llama"]
             for chunk in _batched(list(keys)):
                 folder = Path(scratch) / chunk[0].replace(" ", "-")
                 folder.mkdir()
                 given = [
-                    {"folder": str(model), "strategy": wanted[key], "upto": 2} if parallel else wanted[key]
+                    {"folder": str(model), "strategy": wanted[key], "upto": 2} if divided else wanted[key]
                     for key in chunk
                 ]
                 (folder / "cells.json").write_text(json.dumps([(ranks, given)]))
@@ -132,8 +146,13 @@ def run_matrix(chosen: list[str]) -> None:
                 keep("matrix", {key: one for key in chunk if (one := _outcome(found[key], ranks))})
                 print(f"{len(chunk)} cells on {ranks} ranks: {', '.join(chunk)}", flush=True)
                 for key in chunk:
-                    if "error" in found[key]:
+                    if "error" in found[key] and "refused" not in found[key]:
                         print(f"{key} failed, and is not kept: {found[key]['error'][-300:]}", file=sys.stderr)
+
+
+def model_of(words: dict[str, Any]) -> str:
+    """Return the name of the model that a cell's mesh divides, or an empty string for a cell of data-parallel ranks alone."""
+    return next((MESHES[mesh] for mesh in ("ep", "tp", "cp", "pp") if mesh in words), "")
 
 
 def _outcome(found: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -171,7 +190,8 @@ def matrix_page() -> str:
     parts = ["# Support matrix", "", _made(found, "make matrix")]
     parts += [
         "",
-        "«runs»: two steps of a small Llama on CPU ranks, and finite losses. A number: the sentence that refuses it, below.",
+        "«runs»: two steps of a small Llama (`--ep`: a small Mixtral) on CPU ranks, and losses that fall. A number: "
+        "the sentence that refuses it, below.",
     ]
     for precision in PRECISIONS:
         rows = [[f"`{one}`", *(cell(f"{one} {adapter} {precision}") for adapter in ADAPTERS)] for one in SHARDINGS]
@@ -179,11 +199,16 @@ def matrix_page() -> str:
     policies = ("none", "selective", "attention", "full", "every:2")
     rows = [[f"`{one}`", *(cell(f"{one} checkpointing {policy}") for policy in policies)] for one in SHARDINGS]
     parts += ["", "## Activation checkpointing, fp32", "", reference.table(("sharding", *policies), rows)]
+    columns = [f"{mesh} 2 {adapter}" for mesh, adapter in itertools.product(MESHES, ("none", "lora"))]
+    heads = [f"`--{mesh} 2`{more}" for mesh, more in itertools.product(MESHES, ("", " LoRA"))]
+    rows = [[f"`{one}`", *(cell(f"{one} {column}") for column in (*columns, "compile"))] for one in SHARDINGS]
+    parts += ["", "## Parallelism and compile, fp32", "", reference.table(("sharding", *heads, "`--compile`"), rows)]
+    pairs = list(itertools.combinations(MESHES, 2))
     rows = [
-        [f"`{one}`", cell(f"{one} tp 2 none"), cell(f"{one} tp 2 lora"), cell(f"{one} compile")] for one in SHARDINGS
+        [f"`--{first} 2 --{second} 2`", *(cell(f"{one} {first} 2 {second} 2") for one in ("none", "fsdp"))]
+        for first, second in pairs
     ]
-    columns = ("sharding", "`--tp 2`", "`--tp 2 --adapter lora`", "`--compile`")
-    parts += ["", "## Tensor parallelism and compile, fp32", "", reference.table(columns, rows)]
+    parts += ["", "## Two dimensions at once, fp32", "", reference.table(("flags", "`none`", "`fsdp`"), rows)]
     parts += ["", "## Refusals", "", *(f"{number}. {text}" for text, number in notes.items())]
     return "\n".join(parts) + "\n"
 
@@ -194,7 +219,9 @@ def _made(found: dict[str, Any], command: str) -> str:
         return f"No result is stored. `{command}` makes them."
     newest = max(found.values(), key=lambda one: one["date"])
     libraries = ", ".join(f"{name} {version}" for name, version in newest["versions"].items())
-    return f"Executed until {newest['date']} with {libraries}. `{command}` makes it, and goes on where it was stopped."
+    commits = sorted({one["commit"][:12] for one in found.values() if "commit" in one})
+    named = f" The newest results are of commit {', '.join(commits)}." if commits else ""
+    return f"Executed until {newest['date']} with {libraries}.{named} `{command}` makes it, and goes on where it was stopped."
 
 
 # Cards of families -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import import_libraries
 
 Run = Callable[[dict[str, Any], str], dict[str, Any]]
@@ -95,9 +96,10 @@ def work(run: Run, rank: int, ranks: int, port: int, cells: list[dict[str, Any]]
         begin = time.perf_counter()
         try:
             got = run(dict(cell), folder)
-        except Exception:  # the test shows it, and the other cells run on
+        except Exception as error:  # the test shows it, and the other cells run on
             traceback.print_exc()
             got = {"error": traceback.format_exc()}
+            got |= {"refused": str(error)} if isinstance(error, ToolkitError) else {}
         results.append({"cell": cell, "seconds": time.perf_counter() - begin, **got})
     if rank == 0:
         out.write_text(json.dumps(results), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import sys
 import threading
@@ -59,9 +60,49 @@ def _noted(verb: str) -> Iterator[None]:
 
 @redacted_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `toolkit`. Exit codes: 0 done, 2 user error, 130 and 143 stopped by a signal, 1 other errors."""
+    """Run the command `toolkit`.
+
+    Exit codes: 0 done, 2 user error, 130 and 143 stopped by a signal, 141 no reader, 1 other errors. 141 is SIGPIPE's:
+    `toolkit … | head` ends as `git … | head` and `grep … | head` do.
+    """
     try:
-        with _terminable():
+        return _run(arguments)
+    except BrokenPipeError:
+        closed = _closed_outputs()
+        if not closed:  # another pipe, of ours
+            traceback.print_exc()
+            return 1
+        _drop_output(*closed)
+        return 128 + signal.SIGPIPE
+
+
+def _closed_outputs() -> list[int]:
+    """Return which of standard output and error are pipes that nobody reads any more."""
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)
+    return [descriptor for descriptor, state in outputs.poll(0) if state & (select.POLLERR | select.POLLHUP)]
+
+
+def _drop_output(*descriptors: int) -> None:
+    """Drop what could not be written: the end of the interpreter would try once more, and report it."""
+    for descriptor in descriptors:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+@contextlib.contextmanager
+def _flushed() -> Iterator[None]:
+    """Write out everything, also of `--help`: at the end of the interpreter no error can be handled."""
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command and return its exit code. A pipe that nobody reads is left to `main`."""
+    try:
+        with _flushed(), _terminable():
             words = list(sys.argv[1:] if arguments is None else arguments)
             flags = parse([*words[1:2], "--help"] if words[:1] == ["help"] else words)
             check_target(flags.json, "--json")
@@ -80,14 +121,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"toolkit: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader closed the pipe. The interpreter would write the rest once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             traceback.print_exc()
             return 1
         print(f"toolkit: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room.", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output(1)
         return 1
     except Exception:  # a bug of ours: as the interpreter would show it, but redacted
         traceback.print_exc()

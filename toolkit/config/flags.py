@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.fields import differing, kinds_of
+from toolkit.config.fields import kinds_of
 from toolkit.config.hints import HINTS, VERBS
 from toolkit.config.train_config import PIPELINE_ROWS
 from toolkit.config.unknown_names import meaning_of, spell_notes
@@ -154,14 +154,19 @@ def to_flags(*owners: Any) -> list[str]:
 
 
 def spoken(*owners: Any) -> dict[str, Any]:
-    """Return what a command line has to say: the fields with other values than their defaults.
+    """Return the fields that a command line has to say: those with other values than their defaults."""
+    stages = max((getattr(owner, "pp", 1) for owner in owners), default=1)
+    fields = [other_values(dataclasses.asdict(owner), type(owner)(), stages) for owner in owners]
+    return {name: value for values in fields for name, value in values.items()}
 
-    A pipeline's default rows are others (see `pipeline_rows`), so its rows are always said.
+
+def other_values(values: Mapping[str, Any], plain: Any, stages: int = 1) -> dict[str, Any]:
+    """Return the fields with other values than those of `plain`.
+
+    A pipeline's default rows are others (see `pipeline_rows`), so with several stages the rows are always among them.
     """
-    values = {name: value for owner in owners for name, value in differing(owner).items()}
-    if "pp" in values:
-        values |= {name: getattr(owner, name) for owner in owners for name in PIPELINE_ROWS if hasattr(owner, name)}
-    return values
+    said = PIPELINE_ROWS if stages > 1 else ()
+    return {name: value for name, value in values.items() if name in said or value != getattr(plain, name)}
 
 
 def spell(values: Mapping[str, Any]) -> list[str]:

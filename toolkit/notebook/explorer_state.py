@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.fields import from_dict
-from toolkit.config.flags import flag, spell
+from toolkit.config.flags import flag, other_values, spell
 from toolkit.config.run_config import EMBEDDED
 from toolkit.config.strategy import SHARDINGS, Strategy, usual_shardings
-from toolkit.config.train_config import PIPELINE_ROWS, TrainConfig, pipeline_rows
+from toolkit.config.train_config import TrainConfig, pipeline_rows
 from toolkit.core.glossary import meaning
 from toolkit.devices.gpu_catalog import CARDS
 from toolkit.devices.machine import Hardware, hardware
@@ -278,9 +278,9 @@ def command(kind: str, state: ExplorerState) -> str:
     plain, batch = (state.base, state.batch) if state.run else (Strategy(), TrainConfig())
     if kind == "precision":
         strategy |= {"sharding": ",".join(usual_shardings()), "offload": "none", "dp_replicate": 1}
-    words += spell(_changed(strategy, plain))
+    words += spell(other_values(strategy, plain))
     if kind != "precision":
-        words += spell(_changed(state.fields(state.batch), batch, state.base.pp))
+        words += spell(other_values(state.fields(state.batch), batch, state.base.pp))
     if kind == "compare":
         differing = [f"{name}={second[name]}" for name in second if second[name] != strategy[name]]
         words += [flag("against"), ",".join(differing) or f"sharding={second['sharding']}"]
@@ -297,8 +297,8 @@ def train_command(state: ExplorerState) -> str:
     words, model = ["toolkit", "train"], _model_word(state)
     words += ["--model", *model, "--data", "<your data>"] if model else []
     words += ["--processes", str(count)] if count > 1 else []
-    words += spell(_changed(state.fields(state.base), Strategy()))
-    words += spell(_changed(state.fields(state.batch), TrainConfig(), state.base.pp))
+    words += spell(other_values(state.fields(state.base), Strategy()))
+    words += spell(other_values(state.fields(state.batch), TrainConfig(), state.base.pp))
     return shlex.join(words)
 
 
@@ -308,9 +308,3 @@ def _model_word(state: ExplorerState) -> list[str]:
     if name == EMBEDDED or (state.run is not None and state.values["model"] == state.first_values["model"]):
         return []
     return ["<where its config is saved>" if state.spec.source is None and not Path(name).exists() else name]
-
-
-def _changed(fields: Mapping[str, Any], plain: Strategy | TrainConfig, pp: int = 1) -> dict[str, Any]:
-    """Return the fields with other values. A pipeline's default rows are others (see `pipeline_rows`): its own are said."""
-    said = PIPELINE_ROWS if pp > 1 else ()
-    return {name: value for name, value in fields.items() if name in said or value != getattr(plain, name)}
