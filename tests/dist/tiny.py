@@ -106,6 +106,12 @@ def gpt2(folder: Path) -> Path:
     return folder
 
 
+def opt(folder: Path) -> Path:
+    """Biases everywhere, and a class without a tensor-parallel plan."""
+    shape = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return _save("OPTForCausalLM", folder, **shape, ffn_dim=96, max_position_embeddings=64, dropout=0.0)
+
+
 def gpt_neox(folder: Path) -> Path:
     """A head with another name in the files."""
     return _save("GPTNeoXForCausalLM", folder, **WIDTH, intermediate_size=96)
