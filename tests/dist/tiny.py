@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -263,9 +262,9 @@ def _server() -> subprocess.Popen[str]:
 
 def _end(server: subprocess.Popen[str]) -> None:
     """End it, and a worker that a test no longer waits for."""
-    with contextlib.suppress(ProcessLookupError):
+    if server.poll() is None:
         os.killpg(server.pid, signal.SIGKILL)
-    server.communicate()
+        server.communicate()
 
 
 def run_worker(path: Path, scratch: Path, folder: Path) -> None:
@@ -273,9 +272,15 @@ def run_worker(path: Path, scratch: Path, folder: Path) -> None:
     server, log = _server(), scratch / "worker.log"
     assert server.stdin is not None
     assert server.stdout is not None
-    log.touch()
+    log.write_text("")
     print(json.dumps([str(log), environment(), *map(str, (path, scratch, folder))]), file=server.stdin, flush=True)
-    answer = server.stdout.readline()
+    answer = ""
+    try:
+        answer = server.stdout.readline()
+    finally:
+        if not answer:  # it has ended, or this test waits no longer: the next one has another
+            _server.cache_clear()
+            _end(server)
     assert answer == "CODE 0\n", (answer, log.read_text(errors="replace")[-8000:])
 
 
