@@ -44,8 +44,8 @@ def reset() -> None:
         os.environ.pop(name, None)
 
 
-def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
-    """A model that is loaded and prepared as the recipe does, its schedule and its tokenizer."""
+def build(folder: Any, train_config: Any, plan: Any = None, **words: Any) -> tuple[Any, Any, Any]:
+    """A model that is loaded and prepared as the recipe does, its schedule and its tokenizer; `plan` is a user's own."""
     from toolkit.config.strategy import Strategy
     from toolkit.models import describe
     from toolkit.training.loading import load
@@ -54,7 +54,7 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything
 
-    accelerator = make(Strategy(**words), train_config, describe(folder))
+    accelerator = make(Strategy(**words), train_config, describe(folder, tp_plan=plan))
     seed_everything(accelerator)
     accelerator.print = lambda *lines: None  # type: ignore[method-assign]
     model, tokenizer = load(accelerator, allow_unquantized=True)

@@ -111,6 +111,23 @@ def gpt2(folder: Path) -> Path:
     return folder
 
 
+def opt(folder: Path) -> Path:
+    """Biases everywhere, and a class without a tensor-parallel plan."""
+    shape = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return _save("OPTForCausalLM", folder, **shape, ffn_dim=96, max_position_embeddings=64, dropout=0.0)
+
+
+def apertus(folder: Path) -> Path:
+    """An activation with parameters, between products that ranks share."""
+    return _save("ApertusForCausalLM", folder, **{**TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+
+
+def hrm(folder: Path) -> Path:
+    """Gate and up, and four products of attention, are each one matrix in the files."""
+    heads = {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96}
+    return _save("HrmTextForCausalLM", folder, **WIDTH, **heads, H_cycles=1, L_cycles=1, num_layers_per_stack=2)
+
+
 def gpt_neox(folder: Path) -> Path:
     """A head with another name in the files."""
     return _save("GPTNeoXForCausalLM", folder, **WIDTH, intermediate_size=96)

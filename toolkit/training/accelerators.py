@@ -54,6 +54,8 @@ def guard_command(job: Job) -> str:
     strategy = job.strategy
     if strategy.tp * strategy.cp * strategy.ep * strategy.pp == 1:
         return ""
+    if job.spec is not None and job.spec.own_tp_plan:
+        return "tk.guard(spec, strategy)"
     model = job.spec.name if job.spec is not None else "MODEL"
     fields = {"sharding": strategy.sharding, **differing(strategy)}
     return shlex.join(["toolkit", "guard", model, *spell({name: fields[name] for name in CUT if name in fields})])

@@ -165,6 +165,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     from toolkit.training.setup import seed_everything
 
     spec, strategy = describe(folder), from_dict(Strategy, request["strategy"])
+    spec = replace(spec, tp_plan=request["tp_plan"])
     train_config = replace(from_dict(TrainConfig, request["train_config"]), steps=STEPS, epochs=None, warmup=0)
     dist.init_process_group("fake", store=FakeStore(), rank=request["rank"], world_size=request["ranks"])
     copies: list[Any] = []
