@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.process_lifecycle import die_with_parent, import_libraries
+from toolkit.core.process_lifecycle import die_with_parent, import_libraries, skip_last_collection
 from toolkit.core.units import ceil_div
 from toolkit.engines.shards import overlaps, parts
 from toolkit.models import describe
@@ -215,6 +215,7 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
 def main(parent: int) -> None:
     """Read a request from standard input, and print the differences as JSON. All ranks end with the process `parent`."""
     die_with_parent(parent)
+    skip_last_collection()
     for name in [name for name in os.environ if name.startswith(OTHERS)]:
         del os.environ[name]
     with contextlib.redirect_stdout(sys.stderr):
