@@ -58,7 +58,7 @@ def job_of(config: Any = None, ranks: int = 4, spec: ModelSpec | None = None, **
     ("words", "parts"),
     [
         ({"config": transformers.LlamaConfig(**SHAPE, vocab_size=256)}, ("ep 2", "LlamaForCausalLM", "no experts")),
-        ({"config": transformers.T5Config(d_model=64, num_layers=1)}, ("ep 2", "T5", "no experts")),
+        ({"config": transformers.T5Config(d_model=64, num_layers=1)}, ("ep 2", "T5", "only causal models")),
         ({"ep": 3, "tp": 2, "ranks": 6}, ("ep 3 is no multiple of tp 2", "--ep 4")),
         ({"ep": 8}, ("ep 8 does not divide the 4 ranks", "multiple of 8 processes")),
         ({"ranks": 8}, ("an ep rank has 2 of 4 experts, which its 4 ranks of FSDP", "'hsdp' with --dp-replicate 2")),
