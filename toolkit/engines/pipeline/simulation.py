@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
-from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec, places_of
+from toolkit.engines.pipeline.anatomy import Anatomy, anatomy_of, held, name_in_spec, places_of
 from toolkit.engines.pipeline.sharding import sharded
 from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
@@ -91,22 +92,20 @@ class SimulatedPipeline(Engine):
         ledger.hold("buffers", sides * job.train_config.accumulation * size)
         walk = _Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages})
         if sharded(job):
-            # Whole in the compute dtype, from the first forward to the last backward.
-            shard = simulation.state.trainable
-            whole = shard * job.parallelism.shard_size
-            gathered = whole * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
-            gathered += simulation.state.frozen * job.parallelism.shard_size
+            # Whole in the compute dtype, from the first forward to the last backward of a stage.
+            size, state = job.parallelism.shard_size, simulation.state
+            whole = (
+                state.trainable * size * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype],
+                state.frozen * size,
+            )
+            gathered = sum(whole)
             ledger.hold("parameters", gathered)
             highest, last_one = _gather_shares(inside, places_of(job, rank))
             ledger.touch("buffers", int(max(highest * gathered, last_one * gathered + walk.forward_rise)))
-            walk.run(orders(job)[_place(job, rank)])
-            segments = (segment for stage in stages for segment in simulation.steps[stage])
-            largest = max(segment.size for segment in segments if segment.what == "gradient")
-            ledger.touch("workspace", largest * BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype])
-            ledger.hold("gradients", shard - ledger.held["gradients"])
-            ledger.hold("parameters", -gathered)
-        else:
-            walk.run(orders(job)[_place(job, rank)])
+            for stage, shares in _shares_by_stage(inside, job.settings["stages"], stages).items():
+                freed = sum(int(share * each) for share, each in zip(shares, whole, strict=True))
+                walk.sharded[stage] = freed, int(shares[0] * state.trainable)
+        walk.run(orders(job)[_place(job, rank)])
         ledger.enter("step")
         trained = (state for state in parameters_of(local.job) if state.trainable)
         local.optimizer_step(self.inner.rank_elements(local.job, state) for state in trained)
@@ -182,8 +181,7 @@ def _gather_shares(inside: Job, mine: Collection[int]) -> tuple[float, float]:
         place = next(
             place for name in inside.spec.names_of(state.name) for place in parts.places(name) if place in mine
         )
-        outside = not 0 <= place < parts.count
-        key = place, name_in_spec(state.name).rpartition(".")[0] if outside else ""
+        key = place, "" if 0 <= place < parts.count else name_in_spec(state.name).rpartition(".")[0]
         sizes[key] = sizes.get(key, 0) + state.elements
     whole = before = highest = 0
     for _, size in sorted(sizes.items(), key=lambda item: item[0][0]):
@@ -242,7 +240,10 @@ class _Walk:
         # FSDP2 adds gradients up in the dtype in which it reduces them. A CPU copies an addend of another dtype.
         self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
         self._copied = 1 + self._wider if self._wider > 1 and job.device.kind == "cpu" else 0
-        self._halves = {stage: _halves(tuple(step), self._copied) for stage, step in steps.items()}
+        assert job.spec is not None
+        parts = anatomy_of(job.spec)
+        added = {stage: _added_together(step, parts) if self._wider > 1 else step for stage, step in steps.items()}
+        self._halves = {stage: _halves(tuple(step), self._copied) for stage, step in added.items()}
         split = [stage for stage in steps if stage and job.settings["splits_backward"]]
         self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in split}
         """Of the stages with a backward in two parts."""
@@ -251,29 +252,48 @@ class _Walk:
         """Bytes of the gradients that the last second part of a stage has left, in the dtype of its weights."""
         self._added: set[int] = set()
         """Stages of which FSDP2 has added up some."""
+        self.sharded: dict[int, tuple[int, int]] = {}
+        """Of stages that FSDP2 shards between steps: bytes of the whole parameters, and of a rank's part of the gradients."""
+        self._sums = {stage: _sums_by_group(step, parts) for stage, step in steps.items()}
         self._kept = 0
         self.forward_rise = max(forward[0] for forward, *_ in self._halves.values())
         """The most that activations of one micro-batch rise by in a forward, in bytes."""
 
     def run(self, order: Sequence[Action]) -> None:
         """Enter a step's actions, and free what was sent."""
-        for action in order:
-            forward, backward, folded = self._halves[action.stage]
-            if action.kind == FORWARD:
-                self._ledger.enter("forward")
-                self._ledger.walk(*forward)
-                continue
-            self._ledger.enter("backward")
-            if action.stage not in self._for_weights:
-                if action.kind != INPUT:  # the first stage runs its backward whole, in the second part
-                    self._walk_backward(action, backward, folded)
-            elif action.kind == INPUT:
-                self._walk_inputs(action.stage, forward, folded)
-            else:
-                self._walk_weights(action.stage, backward, folded)
+        last = {action.stage: number for number, action in enumerate(order)}  # a stage ends with a backward
+        for number, action in enumerate(order):
+            self._enter(action)
+            if number == last[action.stage] and action.stage in self.sharded:
+                self._reduce(action.stage)
         self._ledger.hold("buffers", -self._kept)
-        if self._wider > 1:
-            self._ledger.hold("gradients", -sum(map(sum, self._late.values())))
+
+    def _enter(self, action: Action) -> None:
+        forward, backward, folded = self._halves[action.stage]
+        if action.kind == FORWARD:
+            self._ledger.enter("forward")
+            self._ledger.walk(*forward)
+            return
+        self._ledger.enter("backward")
+        if action.stage not in self._for_weights:
+            if action.kind != INPUT:  # the first stage runs its backward whole, in the second part
+                self._walk_backward(action, backward, folded)
+        elif action.kind == INPUT:
+            self._walk_inputs(action.stage, forward, folded)
+        else:
+            self._walk_weights(action.stage, backward, folded)
+
+    def _reduce(self, stage: int) -> None:
+        """Free a stage's whole parameters, and reduce its gradients, module by module (`PipelineStage.perform_reduce_grad`)."""
+        ledger, sums, (freed, shard) = self._ledger, self._sums[stage], self.sharded[stage]
+        late = self._late.pop(stage, []) if self._wider > 1 else []
+        if late:
+            ledger.touch("workspace", max(late) * max(0, self._copied - 1))
+            ledger.hold("gradients", -sum(late))
+        # The input of the reduction takes the place of the module's parameters; its output comes before the gradients are freed.
+        ledger.touch("workspace", max(sums) * (self._wider - 1) + max(sums) * shard // sum(sums))
+        ledger.hold("gradients", shard - sum(sums) * self._wider)
+        ledger.hold("parameters", -freed)
 
     def _walk_inputs(self, stage: int, forward: tuple[int, int, int, int], folded: tuple[int, int, int, int]) -> None:
         """Enter the first part of a backward: what the loss made of the logits is freed, all before the head stays."""
@@ -310,6 +330,7 @@ class _Walk:
             for segment in backward:
                 self._ledger.walk(*segment[:4])
                 if segment.what == "gradient":
+                    self._ledger.touch("gradients", segment.size * (1 + self._wider) if self._wider > 1 else 0)
                     self._ledger.hold("gradients", segment.size * self._wider)
             self._backward_done.add(stage)
         else:
@@ -325,6 +346,58 @@ class _Walk:
         """Keep what was sent until the step's end."""
         self._kept += tensors * self._size
         self._ledger.hold("buffers", tensors * self._size)
+
+
+def _sums_by_group(step: Sequence[Segment], parts: Anatomy) -> list[int]:
+    """Return the bytes of the gradients of each of FSDP2's modules."""
+    sums: Counter[tuple[int, str]] = Counter()
+    for segment in step:
+        if segment.what == "gradient":
+            sums[_group_of(segment.name, parts)] += segment.size
+    return list(sums.values())
+
+
+def _shares_by_stage(
+    inside: Job, cuts: Sequence[Sequence[int]], stages: Sequence[int]
+) -> dict[int, tuple[float, float]]:
+    """Return each stage's shares of the rank's trained parameters and of its frozen ones."""
+    assert inside.spec is not None
+    parts, sums = anatomy_of(inside.spec), {stage: [0, 0] for stage in stages}
+    ends = {-1: 0, parts.count: len(cuts) - 1}
+    for state in parameters_of(inside):
+        places = [place for name in inside.spec.names_of(name_in_spec(state.name)) for place in parts.places(name)]
+        on = next(
+            stage
+            for place in places
+            for stage in stages
+            if cuts[stage][0] <= place < cuts[stage][1] or ends.get(place) == stage
+        )
+        sums[on][not state.trainable] += state.elements
+    whole = [max(1, sum(each[part] for each in sums.values())) for part in (0, 1)]
+    return {stage: (trained / whole[0], frozen / whole[1]) for stage, (trained, frozen) in sums.items()}
+
+
+def _group_of(name: str, parts: Anatomy) -> tuple[int, str]:
+    """Return what FSDP2 gathers a parameter with: its layer, or its module outside of the layers."""
+    place = (parts.places(name) or [-1])[0]
+    return place, "" if 0 <= place < parts.count else name_in_spec(name).rpartition(".")[0]
+
+
+def _added_together(step: Sequence[Segment], parts: Anatomy) -> list[Segment]:
+    """Return the step with a module's gradients added up where its backward ends: FSDP2 keeps those of another dtype until then."""
+    groups: dict[Any, list[Segment]] = {}
+    keys = [_group_of(each.name, parts) if each.what == "gradient" else None for each in step]
+    result: list[Segment] = []
+    for index, (segment, key) in enumerate(zip(step, keys, strict=True)):
+        if key is None:
+            result.append(segment)
+            continue
+        net = segment.net + segment.size
+        result.append(segment._replace(what="", size=0, net=net, rise=max(segment.rise, net)))
+        groups.setdefault(key, []).append(Segment(0, -segment.size, 0, 0, "gradient", segment.size, segment.name))
+        if key not in keys[index + 1 :]:
+            result += groups.pop(key)
+    return result
 
 
 @lru_cache(maxsize=128)
