@@ -7,6 +7,7 @@ import os
 import pkgutil
 import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=tier)
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of collections: measurements ask for one each, over a million objects."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without collections, and leave it out of later ones: measurements ask for one each, over a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Look for no garbage at the end: that takes a second for each worker."""
     gc.freeze()

@@ -123,7 +123,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     train_config = TrainConfig(
         steps=max(4, cell["upto"]), micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
-    ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, **cell["strategy"])
+    ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
     rows_are = cell.get("rows", "whole")
     start, saver = ranks.restored(cell, ours, schedule)

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -43,8 +44,8 @@ def reset() -> None:
         os.environ.pop(name, None)
 
 
-def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
-    """A model that is loaded and prepared as the recipe does, its schedule and its tokenizer."""
+def build(folder: Any, train_config: Any, plan: Any = None, **words: Any) -> tuple[Any, Any, Any]:
+    """A model that is loaded and prepared as the recipe does, its schedule and its tokenizer; `plan` is a user's own."""
     from toolkit.config.strategy import Strategy
     from toolkit.models import describe
     from toolkit.training.loading import load
@@ -53,7 +54,7 @@ def build(folder: Any, train_config: Any, **words: Any) -> tuple[Any, Any, Any]:
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything
 
-    accelerator = make(Strategy(**words), train_config, describe(folder))
+    accelerator = make(Strategy(**words), train_config, describe(folder, tp_plan=plan))
     seed_everything(accelerator)
     accelerator.print = lambda *lines: None  # type: ignore[method-assign]
     model, tokenizer = load(accelerator, allow_unquantized=True)
@@ -145,3 +146,36 @@ def main(
             process.kill()
         if failed:
             sys.exit(f"one of {ranks} ranks ended with exit code {failed[0]}; its output is above")
+
+
+def serve() -> None:
+    """Import once; then fork, for every line of standard input, a process that runs a worker as a program."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    import_libraries(*LIBRARIES)
+    for line in sys.stdin:
+        log, environ, *words = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for stream, path, how in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY)):
+                    os.dup2(os.open(path, how), stream)
+                os.dup2(1, 2)
+                os.environ.update(environ)
+                sys.argv = words
+                runpy.run_path(words[0], run_name="__main__")
+                code = 0
+            except SystemExit as error:
+                print(error, file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print("CODE", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -32,6 +32,9 @@ TWO: dict[str, Cell] = {
     "balanced, none": ("balanced", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
     "mixtral, none": ("mixtral", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
     "qwen3, none": ("qwen3_moe", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
+    "one expert a token": ("top one", {"sharding": "fsdp", "ep": 2, **NONE}),
+    "a rank without tokens, fsdp": ("idle", {"sharding": "fsdp", "ep": 2, **NONE}),
+    "a rank without tokens, none": ("idle", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
     "lora, fsdp": ("mixtral", {"sharding": "fsdp", "ep": 2, **FULL, **LORA, "lora_dropout": 0.0}),
     "lora, none": ("qwen3_moe", {"sharding": "none", "tp": 2, "ep": 2, **NONE, **LORA}),
 }
@@ -46,7 +49,8 @@ FOUR: dict[str, Cell] = {
 
 Gave = dict[tuple[int, str], dict[str, Any]]
 ALONE: dict[str, Cell] = {
-    model: (model, {}) for model in ("mixtral", "balanced", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek")
+    model: (model, {})
+    for model in ("mixtral", "balanced", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek", "idle", "top one")
 }
 ALONE |= {"mixtral lora": ("mixtral", {**LORA, "lora_dropout": 0.0}), "qwen3_moe lora": ("qwen3_moe", LORA)}
 
@@ -57,11 +61,28 @@ def alone(count: int, name: str) -> str:
     return f"{model} lora" if "adapter" in strategy else model
 
 
+def change_routing(folder: Path, embedding: float, first: float) -> Path:
+    """Let more tokens of a Mixtral choose the first two of four experts.
+
+    `embedding` is added to every input of a router, so that all have a part that is the same, and `first` to these two's weights.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] += embedding
+    for name, tensor in tensors.items():
+        if name.endswith("gate.weight"):
+            tensor[:2] += first
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ep")
     tiny.mixtral(root / "mixtral")
     tiny.mixtral(root / "balanced", output_router_logits=True, router_aux_loss_coef=0.1)
+    tiny.mixtral(root / "top one", num_experts_per_tok=1)
+    change_routing(tiny.mixtral(root / "idle"), embedding=0.5, first=1.0)
     tiny.qwen3_moe(root / "qwen3_moe")
     tiny.qwen2_moe(root / "qwen2_moe")
     tiny.gpt_oss(root / "gpt_oss")
@@ -136,18 +157,6 @@ def test_each_rank_counts_an_optimizers_steps_once(gave: Gave) -> None:
     assert gave[2, "qwen2, fsdp"]["counted"] == [4, 4]
 
 
-def uneven(folder: Path) -> Path:
-    """A Mixtral of which most tokens choose the first two of four experts."""
-    path = tiny.mixtral(folder, num_hidden_layers=10) / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.embed_tokens.weight"] += 0.02  # every input of a router then has a part that is the same
-    for name, tensor in tensors.items():
-        if name.endswith("gate.weight"):
-            tensor[:2] += 0.01
-    save_file(tensors, path, {"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(
     ("words", "figure"),
     [
@@ -163,7 +172,9 @@ def test_a_run_is_forecast(root: Path, words: tuple[str, ...], figure: str) -> N
     Where it differs much, the measured imbalance gives the peak of the rank with the most tokens: that of all layers where the
     activations of all are kept, and that of the fullest layer where one at a time is computed again.
     """
-    model = uneven(root / f"uneven {figure}") if figure else tiny.mixtral(root / "deep", num_hidden_layers=10)
+    model = tiny.mixtral(root / f"ten layers {figure}", num_hidden_layers=10)
+    if figure:  # most tokens
+        change_routing(model, embedding=0.02, first=0.01)
     texts = [" ".join(f"w{(line * 7 + word * 3) % 200}" for word in range(40)) for line in range(200)]
     (root / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "2", "--no-save", "--no-guard")
@@ -200,8 +211,15 @@ def test_tokens_of_each_expert_are_counted_once(gave: Gave, count: int, name: st
     """Recomputed layers, evaluation and ranks with the same rows add none."""
     expected, result = (run["experts"][0] for run in (gave[1, alone(count, name)], gave[count, name]))
     assert {each: result[each] for each in expected} == expected
-    assert expected["tokens"][0] == 8 * 24 * 2 / 4
+    assert expected["tokens"][0] == 8 * 24 * (1 if name == "one expert a token" else 2) / 4
     assert 1 <= result["imbalance"] <= result["layer_imbalance"] <= max(expected["most"]) + 1e-3
+
+
+@pytest.mark.parametrize("name", ["a rank without tokens, fsdp", "a rank without tokens, none"])
+def test_experts_without_tokens_hold_no_rank_up(gave: Gave, name: str) -> None:
+    """All tokens of both ranks choose the first rank's two experts, in every layer and step; losses are compared above."""
+    assert [load["idle"] for load in gave[2, name]["experts"]] == [[0.5, 0.5]] * 4
+    assert gave[2, name]["experts"][0]["layer_imbalance"] == 2
 
 
 def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:

@@ -88,6 +88,27 @@ def test_shared_experts_are_certified(tmp_path: Path) -> None:
     assert (result.agrees, result.ranks, result.gradient) == (True, 2, None)
 
 
+def test_parameters_of_an_activation_get_the_gradients_of_all_ranks(tmp_path: Path) -> None:
+    """Apertus has them between the two products of its MLP, and transformers' plan has no rule for them."""
+    assert tk.guard(tiny.apertus(tmp_path / "apertus"), tk.Strategy(tp=2)).agrees
+
+
+def test_joined_matrices_are_refused_where_ranks_would_read_wrong_rows(tmp_path: Path) -> None:
+    """HRM's files join gate and up. transformers divides a rank's slice of both into two matrices."""
+    with pytest.raises(tk.StrategyError, match=r"join or divide model\.\w+\.layers\.0\.mlp\.gate_proj\.weight"):
+        tk.guard(tiny.hrm(tmp_path / "hrm"), tk.Strategy(tp=2))
+
+
+def test_an_own_plan_is_guarded(tmp_path: Path) -> None:
+    """OPT's attention counts all heads on each rank, so a plan may not split them. Its keys' biases have no gradient at all."""
+    right = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
+    heads = {f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    wrong = {**heads, "model.decoder.layers.*.self_attn.out_proj": "rowwise"}
+    model, strategy = tiny.opt(tmp_path / "opt"), tk.Strategy(tp=2)
+    assert tk.guard(tk.describe(model, tp_plan=right), strategy).agrees
+    assert tk.guard(tk.describe(model, tp_plan=wrong), strategy).loss_difference > 1e-4
+
+
 @pytest.mark.parametrize(
     ("plugin", "flags", "word"),
     [

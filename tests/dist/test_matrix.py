@@ -57,17 +57,21 @@ KEYS[4] += FOUR
 
 
 WAYS: list[dict[str, Any]] = [
-    *({"activation_checkpointing": policy} for policy in ("none", "attention", "selective", "every:2")),
+    *({"activation_checkpointing": policy} for policy in ("attention", "selective", "every:2")),
     {"activation_checkpointing": "none", "mlp_tiles": "5"},
     {"activation_checkpointing": "full", "mlp_tiles": 3},
     {"activation_checkpointing": "full", "activation_offload": True},
 ]
 RECOMPUTED = [
     {"sharding": sharding, "adapter": adapter, "precision": "fp32", **way}
-    for sharding, adapter in itertools.product(("ddp", "zero2", "zero3", "fsdp"), ("none", "lora", "qlora"))
-    for way in WAYS
+    for (first, sharding), (second, adapter) in itertools.product(
+        enumerate(("ddp", "zero2", "zero3", "fsdp")), enumerate(("none", "lora", "qlora"))
+    )
+    for way in ({"activation_checkpointing": "none"}, *(WAYS[(second - first) % 3 :: 3]))
 ]
-"""Cells of two ranks: of each engine and adapter the first recomputes nothing."""
+"""Cells of two ranks: of each engine and adapter the first recomputes nothing. Each way meets each engine and each adapter."""
+EACH = 3
+"""Cells of an engine and adapter."""
 
 Gave = dict[int, list[dict[str, Any]]]
 
@@ -90,7 +94,7 @@ def runs(gave: Gave) -> dict[int, dict[Key, dict[str, Any]]]:
 def test_recomputed_activations_are_those_that_were_kept(gave: Gave) -> None:
     results = gave[2][-len(RECOMPUTED) :]
     for cell, result, plain in zip(
-        RECOMPUTED, results, [one for one in results[:: len(WAYS)] for _ in WAYS], strict=True
+        RECOMPUTED, results, [one for one in results[::EACH] for _ in range(EACH)], strict=True
     ):
         assert result["losses"] == pytest.approx(plain["losses"], rel=1e-6), cell
         assert result["norms"] == pytest.approx(plain["norms"], rel=1e-5), cell

@@ -15,6 +15,16 @@ LORA = {"adapter": "lora", "lora_rank": 4}
 TP = {**LORA, "tp": 2, "loss": "chunked"}
 DROPPED = {**LORA, "lora_dropout": 0.1}
 
+LAYERS = "model.decoder.layers.*"
+PRODUCTS = {f"{LAYERS}.fc1": "colwise", f"{LAYERS}.fc2": "rowwise"}
+"""A plan for a class that has none."""
+HALF = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+"""Part of a class's plan: attention, embedding and head stay whole."""
+
 Gave = dict[tuple[int, str], dict[str, Any]]
 
 
@@ -27,6 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
     tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, intermediate_size=175)
     tiny.phi3(root / "phi3")
+    tiny.opt(root / "opt")
     tiny.qwen3(root / "heads", num_attention_heads=8, head_dim=8)
     return root
 
@@ -42,7 +53,9 @@ def gave(root: Path) -> Gave:
     both = {**TP, "sharding": "fsdp"}
     whole = [cell("llama", "llama", LORA, export="llama-1"), cell("phi3", "phi3", LORA), cell("phi3 whole", "phi3", {})]
     heads = [("heads", {}), ("lora heads", DROPPED)]
+    whole += [cell("opt", "opt", {}), cell("lora opt", "opt", LORA)]
     whole += [cell("ddp", "llama", {}), *(cell(name, "heads", strategy) for name, strategy in heads)]
+    whole += [cell("half", "llama", {}, upto=12)]
     groups = [
         (1, [*whole, cell("dropped", "llama", DROPPED, upto=20)]),
         (
@@ -51,6 +64,9 @@ def gave(root: Path) -> Gave:
                 cell("llama", "llama", TP, into="tp", saves=[2], export="llama-2", spoil="0.mlp.up_proj.lora_A.default.weight"),
                 cell("dropped", "llama", {**DROPPED, "tp": 2, "activation_checkpointing": "full"}, upto=20),
                 cell("to fsdp", "llama", {**LORA, "sharding": "fsdp"}, **{"from": "tp/step-00000002"}, into="fsdp", saves=[2, 3]),
+                cell("half", "llama", {"tp": 2}, 12, plan=HALF, into="half", saves=[2], export="half-2"),
+                cell("half to zero3", "llama", {"sharding": "zero3"}, 12, **{"from": "half/step-00000002"}),
+                cell("lora opt", "opt", TP, plan=PRODUCTS),
                 cell("phi3 whole", "phi3", {"tp": 2}, into="phi3-2", saves=[2]),
             ],
         ),
@@ -59,6 +75,7 @@ def gave(root: Path) -> Gave:
             [
                 cell("llama", "llama", {**both, "activation_checkpointing": "none"}, export="llama-4"),
                 cell("phi3", "phi3", both),
+                cell("opt", "opt", {"tp": 2, "sharding": "fsdp"}, plan=PRODUCTS, export="opt-4"),
                 cell("and back", "llama", {**both, "sharding": "fsdp_grad_op"}, **{"from": "fsdp/step-00000003"}),
                 cell("ddp", "llama", {"tp": 2, "sharding": "ddp"}, export="ddp-4", into="ddp", saves=[2]),
                 *(cell(name, "heads", {**strategy, "tp": 4}, export=f"{name}-4") for name, strategy in heads),
@@ -69,6 +86,7 @@ def gave(root: Path) -> Gave:
             [
                 cell("to one", "llama", LORA, **{"from": "tp/step-00000002"}),
                 cell("of ddp", "llama", {}, **{"from": "ddp/step-00000002"}),
+                cell("of half", "llama", {}, 12, **{"from": "half/step-00000002"}, into="half-1", saves=[2]),
                 cell("of phi3", "phi3", {}, **{"from": "phi3-2/step-00000002"}, into="phi3-1", saves=[2]),
             ],
         ),
@@ -82,6 +100,9 @@ def gave(root: Path) -> Gave:
         (2, "llama"),
         (2, "dropped"),
         (2, "phi3 whole"),
+        (2, "half"),
+        (2, "lora opt"),
+        (4, "opt"),
         (4, "llama"),
         (4, "phi3"),
         (4, "heads"),
@@ -112,15 +133,19 @@ def test_a_replica_with_other_values_is_found(gave: Gave) -> None:
         (4, "and back", "llama"),
         (1, "to one", "llama"),
         (1, "of ddp", "ddp"),
+        (1, "of half", "half"),
+        (2, "half to zero3", "half"),
         (1, "of phi3", "phi3 whole"),
     ],
 )
 def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name: str, reference: str) -> None:
+    """Those of `half` for ten steps, the others for one or two."""
     result = gave[count, name]["steps"]
+    assert len(result) == 10 or "half" not in name
     tiny.assert_same(result, gave[1, reference]["steps"][-len(result) :])
 
 
-@pytest.mark.parametrize(("one", "other"), [("tp", "fsdp"), ("phi3-2", "phi3-1")])
+@pytest.mark.parametrize(("one", "other"), [("tp", "fsdp"), ("phi3-2", "phi3-1"), ("half", "half-1")])
 def test_weights_and_moments_are_read_bit_for_bit_under_another_layout(
     gave: Gave, root: Path, one: str, other: str
 ) -> None:
@@ -138,6 +163,8 @@ def test_the_exported_adapter_has_the_layout_of_one_process(gave: Gave, root: Pa
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "heads", "lora heads", "ddp"])
-def test_the_export_is_the_trained_model(gave: Gave, name: str) -> None:
-    assert gave[4, name]["logits_error"] <= 1e-6
+@pytest.mark.parametrize(
+    ("count", "name"), [(2, "half"), *((4, name) for name in ("llama", "heads", "lora heads", "ddp", "opt"))]
+)
+def test_the_export_is_the_trained_model(gave: Gave, count: int, name: str) -> None:
+    assert gave[count, name]["logits_error"] <= 1e-6

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import python
+from programs import environment, start
 
 VOCABULARY = 256
 
@@ -104,6 +109,23 @@ def gpt2(folder: Path) -> Path:
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
     return folder
+
+
+def opt(folder: Path) -> Path:
+    """Biases everywhere, and a class without a tensor-parallel plan."""
+    shape = {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return _save("OPTForCausalLM", folder, **shape, ffn_dim=96, max_position_embeddings=64, dropout=0.0)
+
+
+def apertus(folder: Path) -> Path:
+    """An activation with parameters, between products that ranks share."""
+    return _save("ApertusForCausalLM", folder, **{**TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+
+
+def hrm(folder: Path) -> Path:
+    """Gate and up, and four products of attention, are each one matrix in the files."""
+    heads = {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96}
+    return _save("HrmTextForCausalLM", folder, **WIDTH, **heads, H_cycles=1, L_cycles=1, num_layers_per_stack=2)
 
 
 def gpt_neox(folder: Path) -> Path:
@@ -247,14 +269,45 @@ def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Pa
     return dict(zip(groups, given, strict=True))
 
 
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that has imported the libraries, and forks the workers of all files that this process runs."""
+    server = start(Path(__file__).with_name("ranks.py"), stdin=subprocess.PIPE, stderr=None, start_new_session=True)
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """End it, and a worker that a test no longer waits for."""
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+
+
+def run_worker(path: Path, scratch: Path, folder: Path) -> None:
+    """Run a worker to its end, as a program of its own: exit code 0 is expected."""
+    server, log = _server(), scratch / "worker.log"
+    assert server.stdin is not None
+    assert server.stdout is not None
+    log.write_text("")
+    print(json.dumps([str(log), environment(), *map(str, (path, scratch, folder))]), file=server.stdin, flush=True)
+    answer = ""
+    try:
+        answer = server.stdout.readline()
+    finally:
+        if not answer:  # it has ended, or this test waits no longer: the next one has another
+            _server.cache_clear()
+            _end(server)
+    assert answer == "CODE 0\n", (answer, log.read_text(errors="replace")[-8000:])
+
+
 def run_groups(
     worker: str, groups: list[tuple[int, list[dict[str, Any]]]], folder: Path, scratch: Path
 ) -> list[list[dict[str, Any]]]:
     """What each cell of each group gave, in order. A group is its number of ranks and its cells; one runs after the other."""
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "cells.json").write_text(json.dumps(groups), encoding="utf-8")
-    path = Path(__file__).with_name(worker)
-    python(path, scratch, folder, code=0)
+    run_worker(Path(__file__).with_name(worker), scratch, folder)
     given = [
         json.loads((scratch / f"results-{number}.json").read_text(encoding="utf-8")) for number in range(len(groups))
     ]

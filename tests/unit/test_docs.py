@@ -18,7 +18,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import reference
+import results
+import schemas
 from programs import ROOT, environment
+from site_commands import DOCS, EXECUTED, OF_A_RUN, PARSED, commands, make_reader_folder, words_of
 
 from toolkit.cli import main
 from toolkit.cli.parser import build_parser
@@ -26,45 +30,21 @@ from toolkit.config.fields import from_dict
 from toolkit.config.flags import given
 from toolkit.core.glossary import glossary_terms
 
-DOCS = ROOT / "docs"
-sys.path.insert(0, str(DOCS))
 
-import reference  # noqa: E402
-import results  # noqa: E402
-import schemas  # noqa: E402
-
-TEXTS = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md"))]
-
-RUN = {
-    'toolkit forecast --sharding zero3 --hardware "2x cpu"',
-    'toolkit forecast --sharding zero3 --hardware "2x cpu" --json -',
-    'toolkit plan --hardware "2x cpu" --global-batch 8',
-    'toolkit timeline --sharding zero3 --hardware "2x cpu"',
-    'toolkit precisions --hardware "2x cpu"',
-    "toolkit preview embedded embedded",
-    'toolkit forecast --hardware "2x cpu" --sharding fsdp --seq-len 1024 --micro-batch 1',
-    'toolkit forecast --hardware "2x cpu" --sharding fsdp --seq-len 1024 --micro-batch 1 --against loss=chunked',
-    "toolkit runs",
-    "toolkit config --sharding fsdp --processes 16 --nodes 2 --node-rank 0 --main-address 10.0.0.1:29500 -o node0.yaml",
-    "toolkit config --sharding fsdp --processes 16 --nodes 2 --node-rank 1 --main-address 10.0.0.1:29500 -o node1.yaml",
-}
-"""Commands that are executed as they stand, with no model or data but the embedded ones. The others name a model, data or a run
-of a reader, or train for minutes: they are parsed, with their flags and values. Other tests and `make demo`
-execute trainings and `toolkit doctor`."""
+def test_each_command_is_executed_or_it_is_said_why_not() -> None:
+    """Nothing is left out, and nothing is there that no page has."""
+    parsed = [line for lines in PARSED.values() for line in lines.split("\n") if line]
+    assert sorted(commands()) == sorted({*EXECUTED, *OF_A_RUN, *parsed})
+    assert len(parsed) == len(set(parsed))
+    assert not {*parsed} & {*EXECUTED, *OF_A_RUN}
 
 
-def commands() -> list[str]:
-    """Every command line in a fenced block of bash."""
-    found: dict[str, None] = {}
-    for path in TEXTS:
-        for block in re.findall(r"^```bash\n(.*?)^```", path.read_text(), re.S | re.M):
-            lines = block.replace("\\\n", " ").splitlines()
-            found |= dict.fromkeys(line.partition("  #")[0].strip() for line in lines)
-    return [line for line in found if line]
-
-
-def test_commands_that_are_executed_are_on_the_site() -> None:
-    assert set(commands()) >= RUN
+@pytest.mark.parametrize("reason", sorted(reason for reason in PARSED if "tests/" in reason))
+def test_a_reason_names_a_test(reason: str) -> None:
+    """And the test's file has the words in backticks."""
+    for name in re.findall(r"tests/[\w/]+\.py", reason):
+        text = (ROOT / name).read_text()
+        assert all(word in text for word in re.findall(r"`(\w+)`", reason)), reason
 
 
 @pytest.mark.parametrize("line", commands())
@@ -93,11 +73,19 @@ def test_every_command_exists(line: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
 
 
-@pytest.mark.parametrize("line", sorted(RUN))
-def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, peft: None) -> Path:
+    """The folder of a reader. `peft`: adapters are traced in this process."""
+    folder = tmp_path_factory.mktemp("reader")
+    make_reader_folder(folder)
+    return folder
+
+
+@pytest.mark.parametrize("line", EXECUTED)
+def test_commands_run(line: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reader)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(shlex.split(line)[1:]) == 0
+        assert main(words_of(line)) == 0
     assert out.getvalue() or "-o" in line
 
 
@@ -186,8 +174,19 @@ def test_results_have_versions_and_known_keys() -> None:
     assert set(matrix) <= set(cells)
     for key, result in matrix.items():
         assert ("losses" in result) + ("refused" in result) == 1, (key, result)
-        if "losses" in result:
+        if "losses" in result and not results.model_of(cells[key]):  # two steps of the same rows
             assert result["losses"][-1] < result["losses"][0], key
+
+
+def test_the_meshes_of_the_matrix_have_the_same_losses() -> None:
+    """However a model is divided. Two steps of other rows."""
+    cells, losses = results.cells(), {}
+    for key, result in results.stored("matrix").items():
+        if "losses" in result and (model := results.model_of(cells[key])):
+            losses.setdefault((model, cells[key].get("adapter", "none")), []).append(result["losses"])
+    assert len(losses) == 4
+    for same in losses.values():
+        assert all(each == pytest.approx(same[0], rel=1e-5) for each in same), same
 
 
 def test_refusals_of_the_matrix_are_todays() -> None:

@@ -101,6 +101,13 @@ def test_models_without_a_plan_are_refused(change: dict[str, Any], message: str)
     assert "Choose --ep 1" in str(refused.value)
 
 
+def test_switch_is_refused() -> None:
+    """Its experts are those of an encoder and a decoder."""
+    spec = describe(transformers.SwitchTransformersConfig(num_layers=2, num_decoder_layers=2))
+    with pytest.raises(StrategyError, match="SwitchTransformersForConditionalGeneration: only causal models of text"):
+        job_of(spec=spec)
+
+
 def test_local_shapes_are_those_of_transformers() -> None:
     python("-c", f"SHAPE = {SHAPE | EXPERTS}\n{CHECK}", code=0)
 

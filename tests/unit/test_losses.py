@@ -255,6 +255,15 @@ def test_adapters_and_the_chunked_loss() -> None:
         chunk(adapted)
 
 
+def test_what_stands_for_logits_is_no_view() -> None:
+    """Of a view FSDP2 warns in every run: its hook would be lost if somebody wrote into it."""
+    _, model = pair("llama")
+    given: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda *call: given.append(call[-1]))
+    loss_sum(model, {"input_ids": labels().clamp(min=0), "labels": labels()}, "causal")
+    assert [each._base for each in given] == [None]
+
+
 def test_a_model_that_changes_its_logits_otherwise_is_refused() -> None:
     _, model = pair("llama")
     forward = model.forward

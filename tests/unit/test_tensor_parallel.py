@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import python
-from transformers import LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import ModelError
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import LedgerHistory
@@ -26,6 +29,10 @@ from toolkit.training.accelerators import guard_command
 from toolkit.training.setup import agree
 
 MACHINE = "8x H100-80GB"
+MLP = {
+    f"model.layers.*.mlp.{name}_proj": style
+    for name, style in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+}
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 CHECK = """
@@ -110,7 +117,7 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
     ("change", "message"),
     [
         ({"tp_plan": {}}, "no tensor-parallel plan"),
-        ({"tp_plan": {"a": "mla_kv_a_proj"}}, "its plan has style 'mla_kv_a_proj'"),
+        ({"tp_plan": {"a": "mla_kv_a_proj"}}, "in its plan 'a' has style 'mla_kv_a_proj'"),
         ({"config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
         ({"heads": 6, "config": {"num_key_value_heads": 3}}, "2 does not divide its 3 key-value heads. Choose --tp 3."),
         ({"kind": "seq2seq"}, "only causal models of text alone"),
@@ -120,6 +127,45 @@ def test_models_without_a_plain_plan_are_refused(spec: ModelSpec, change: dict[s
     with pytest.raises(StrategyError) as raised:
         job_of(dataclasses.replace(spec, **change))
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("model.layers.0.mlp.up_proj", "model.layers.*.mlp.up_proj"),
+        ("model.layers.*.mlp.up", "model.layers.*.mlp.up_proj"),
+    ],
+)
+def test_a_rule_of_an_own_plan_that_names_nothing_is_refused(folder: Path, name: str, close: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(f"{name!r} names no weights of Qwen3ForCausalLM")) as raised:
+        describe(folder, tp_plan={name: "colwise"})
+    assert close in str(raised.value)
+
+
+def test_an_own_plan_is_forecast(folder: Path, spec: ModelSpec) -> None:
+    """It keeps other parts on a rank, and sends less. The class's own forecast stays another in the cache."""
+    own = describe(folder, tp_plan=MLP)
+    strategy, train_config = Strategy(sharding="fsdp", tp=2), TrainConfig(seq_len=32)
+    others = [forecast(each, strategy, "4x H100-80GB", train_config) for each in (spec, own, spec)]
+    assert [each.peak_bytes for each in others] == [others[0].peak_bytes, others[1].peak_bytes, others[0].peak_bytes]
+    assert others[1].peak_bytes > others[0].peak_bytes
+    assert others[1].communication_bytes < others[0].communication_bytes
+    assert guard_command(job_of(own)) == "tk.guard(spec, strategy)"
+    assert "your own, 3 rules" in str(own)
+    assert describe(folder) == spec
+
+
+def test_a_plan_that_comes_after_the_weights_is_refused(spec: ModelSpec) -> None:
+    job = job_of(spec)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**spec.config))
+    with pytest.raises(StrategyError, match="is not split for fsdp, tp 2"):
+        job.engine.before_prepare(job, model)
+    model._tp_size = 2  # as if it were
+    job.engine.before_prepare(job, model)
+    model.tp_plan = MLP
+    with pytest.raises(StrategyError, match="with None for 'lm_head' in its tp_plan, and it was split with 'colwise"):
+        job.engine.before_prepare(job, model)
 
 
 def test_mixtures_are_refused() -> None:

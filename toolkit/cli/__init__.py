@@ -17,6 +17,7 @@ from toolkit.cli.parser import build_parser, parse
 from toolkit.cli.planning_commands import add_other_devices
 from toolkit.core import background
 from toolkit.core.errors import ToolkitError
+from toolkit.core.process_lifecycle import collect_rarely
 from toolkit.core.redaction import redacted_output
 from toolkit.launcher import Stopped
 
@@ -42,6 +43,9 @@ def _terminable() -> Iterator[None]:
 
 
 TRACING_VERBS = ("describe", "forecast", "plan", "timeline", "precisions")
+
+WEIGHT_VERBS = ("export", "generate")
+"""Commands that hold tensors themselves: their garbage is large."""
 
 
 @contextlib.contextmanager
@@ -106,6 +110,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             words = list(sys.argv[1:] if arguments is None else arguments)
             flags = parse([*words[1:2], "--help"] if words[:1] == ["help"] else words)
             check_target(flags.json, "--json")
+            if arguments is None and flags.verb not in WEIGHT_VERBS:
+                collect_rarely()
             works_on = arguments is None and flags.verb in TRACING_VERBS and background.enable()
             with quiet(flags.json), _noted(flags.verb):
                 result = flags.call(flags)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,11 +41,6 @@ class State:
     def bytes(self) -> int:
         """Bytes as stored."""
         return self.elements * BYTES_OF[self.dtype]
-
-
-def generic_name(name: str) -> str:
-    """Return the name of a module or parameter as plans have it: without PEFT's own parts, and with `*` for a layer's number."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model.").replace(".base_layer.", "."))
 
 
 def policy_dtypes(job: Job) -> dict[str, Any]:

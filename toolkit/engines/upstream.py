@@ -105,6 +105,19 @@ def masks_known_from(batch: Mapping[str, torch.Tensor]) -> contextlib.AbstractCo
     return patched(masking_utils, **replacements)
 
 
+def without_deepspeed() -> contextlib.AbstractContextManager[None]:
+    """Let accelerate unwrap a model without an import of DeepSpeed, which has wrapped none before somebody imports it.
+
+    `extract_model_from_parallel` imports it wherever it is installed, to compare the model with its engine: a tenth of
+    what a rank without it computes before its first step.
+    """
+    if "deepspeed" in sys.modules:
+        return contextlib.nullcontext()
+    from accelerate.utils import other
+
+    return patched(other, is_deepspeed_available=lambda: False)
+
+
 def set_deepspeed_cpu() -> None:
     """Tell DeepSpeed that there is no accelerator, before transformers imports it: it would warn in every process."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

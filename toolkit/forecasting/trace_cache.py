@@ -162,7 +162,8 @@ def _keep_traces(
 def _cache_path(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int) -> Path:
     versions = [package.version for name in _libraries(config) for package in metadata.distributions(name=name)]
     fields = [getattr(config, field.name) for field in dataclasses.fields(config) if field.compare]
-    made_from = [spec.architecture, spec.config, fields, batch, seq_len, versions]
+    plan = dict(spec.tp_plan) if config.tp > 1 else {}
+    made_from = [spec.architecture, spec.config, plan, fields, batch, seq_len, versions]
     return cache_file("traces", json.dumps(made_from, sort_keys=True, default=repr).encode())
 
 

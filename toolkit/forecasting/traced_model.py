@@ -191,7 +191,7 @@ def distribute(model: Any, mesh: Any, spec: ModelSpec, expert_imbalance: float =
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed, share_inputs
+    from toolkit.engines.mesh.styles import group_heads, planned, register_shared, register_summed, share_inputs
     from toolkit.forecasting.fake_kernels import register_exchange
 
     register_summed()
@@ -206,7 +206,8 @@ def distribute(model: Any, mesh: Any, spec: ModelSpec, expert_imbalance: float =
     if shared := register_shared(spec, degrees):
         group_heads(model, spec, degrees)
     sizes = DistributedConfig(tp_size=tp.size(), ep_size=ep.size(), fsdp_size=fsdp.size(), tp_plan=shared or None)
-    plan, experts, _ = model._resolve_parallel_plans(sizes)
+    with planned(spec):
+        plan, experts, _ = model._resolve_parallel_plans(sizes)
     if tp.size() > 1:
         apply_tensor_parallelism(model, tp, plan)
         share_inputs(model, spec, degrees, tp)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.tables import ATTENTIONS
-from toolkit.core.process_lifecycle import import_libraries
+from toolkit.core.process_lifecycle import import_libraries, skip_last_collection
 from toolkit.engines.losses import loss_sum
 from toolkit.engines.traces import Event, LayerStack, Trace, TraceConfig
 from toolkit.forecasting.fake_kernels import replaced_kernels
@@ -246,6 +246,7 @@ def main() -> None:
     """Answer requests in a child process, the only one that imports peft before a launch: a pickle each, and a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
+    skip_last_collection()
     import_libraries("transformers.modeling_utils")
     while select.select([sys.stdin.buffer], [], [], IDLE_SECONDS)[0]:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.core.atomic_io import write_json
 from toolkit.core.errors import RunError
-from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent
+from toolkit.core.process_lifecycle import LAUNCHER, die_with_parent, import_libraries, skip_last_collection
 from toolkit.core.rank_output import redact_streams
 from toolkit.launcher.processes import is_redaction
 from toolkit.run_folder.run_lock import run_token
@@ -32,6 +32,9 @@ def launch(supervisor: int, failures: Path, command: list[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):  # torch elastic replaces them by its own
         signal.signal(number, _pass_on)
+
+    skip_last_collection()
+    import_libraries("accelerate.commands.launch")  # and with it torch
 
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing import SignalException

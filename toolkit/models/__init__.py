@@ -12,4 +12,5 @@ from toolkit.models.spec import ROLES as ROLES
 from toolkit.models.spec import ModelSpec as ModelSpec
 from toolkit.models.spec import MoE as MoE
 from toolkit.models.spec import Parameter as Parameter
+from toolkit.models.spec import generic_name as generic_name
 from toolkit.models.structure import class_with_text as class_with_text

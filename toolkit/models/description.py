@@ -16,7 +16,7 @@ from toolkit.core.errors import ModelError
 from toolkit.models.files import first_line
 from toolkit.models.remote_code import check_links
 from toolkit.models.resolution import check_generates, check_known, config_text, locate, read_config
-from toolkit.models.spec import ModelSpec, Parameter, recall, remember
+from toolkit.models.spec import ModelSpec, Parameter, generic_name, recall, remember
 from toolkit.models.structure import (
     Routed,
     check_text_part,
@@ -36,7 +36,10 @@ _POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_po
 
 
 def describe(
-    model: str | Path | PretrainedConfig | nn.Module | None = None, *, trust_remote_code: str | None = None
+    model: str | Path | PretrainedConfig | nn.Module | None = None,
+    *,
+    trust_remote_code: str | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> ModelSpec:
     """Describe a model's architecture from its config: no weight is read, and no untrusted code runs.
 
@@ -45,11 +48,18 @@ def describe(
             name the embedded model (a folder of that name is `"./embedded"`).
         trust_remote_code: run the model's own code if it has exactly this revision: the full commit of a model on the
             Hub, or the sha256 of a folder that the refusal names.
+        tp_plan: your own tensor-parallel plan in place of its class's: module names, with `*` for a layer's number, to
+            transformers' styles. A module without a rule is whole on every rank.
 
     Raises:
         ModelError: for an unknown model, one that transformers cannot build as a causal or sequence-to-sequence language
-            model, and one that needs its own untrusted code.
+            model, one that needs its own untrusted code, and a rule of `tp_plan` that names nothing in the model.
     """
+    spec = _described(model, trust_remote_code)
+    return spec if tp_plan is None else spec.with_tp_plan(tp_plan)
+
+
+def _described(model: str | Path | PretrainedConfig | nn.Module | None, trust_remote_code: str | None) -> ModelSpec:
     text = None
     if model is None or isinstance(model, str | Path):
         # Before torch and transformers are imported: a wrong name is refused at once.
@@ -169,10 +179,20 @@ def _spec(
         untrained=tuple(name for name, parameter in module.named_parameters() if not parameter.requires_grad),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         copied=_copied(module) if moe else 0,
-        tp_plan=dict(getattr(module, "tp_plan", None) or {}),
+        tp_plan=_tp_plan(module),
         ep_plan=dict(getattr(module, "ep_plan", None) or {}),
         trusted=trusted,
     )
+
+
+def _tp_plan(module: PreTrainedModel) -> dict[str, str]:
+    """Return the class's plan, with a rule that transformers forgets: a trained activation (xIELU) sees a rank's part alone."""
+    plan = dict(module.tp_plan or {})
+    for name, child in module.named_modules():
+        part, _, leaf = generic_name(name).rpartition(".")
+        if leaf == "act_fn" and f"{part}.down_proj" in plan and any(True for _ in child.parameters()):
+            plan.setdefault(f"{part}.act_fn", "replicated_with_grad_allreduce")
+    return plan
 
 
 def _copied(module: PreTrainedModel) -> int:

@@ -21,8 +21,9 @@ NARROW = {
 FIXED = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_state": 16,
 }  # fmt: skip
-"""Sizes of latent attention, groups of experts, and token ids."""
+"""Sizes of latent attention, groups of experts, token ids, and heads of states."""
 
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 """Parts of the names of rates: each rank draws masks and noise of its own."""
@@ -69,6 +70,10 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     for name, value in FIXED.items():
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, value)
+    if getattr(text, "mamba_d_head", None):
+        text.mamba_d_head = (
+            getattr(text, "mamba_d_ssm", None) or text.mamba_expand * text.hidden_size
+        ) // text.mamba_n_heads
     for name in EXPERTS:
         if getattr(text, name, None):
             setattr(text, name, min(getattr(text, name), ceil_div(8, ep) * ep))

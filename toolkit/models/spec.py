@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.core import cache
 from toolkit.core.display import Result, Table
-from toolkit.core.errors import ToolkitError, value_or
+from toolkit.core.errors import ModelError, ToolkitError, value_or
 from toolkit.core.units import format_bytes, format_count
 from toolkit.models.remote_code import COMMIT
 
@@ -23,6 +25,11 @@ NF4 = "4-bit nf4"
 
 ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
 """The roles of parameters. In a repeated layer, all others than experts, routers and norms are `layer`."""
+
+
+def generic_name(name: str) -> str:
+    """Return the name of a module or parameter as plans have it: without PEFT's own parts, and with `*` for a layer's number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model.").replace(".base_layer.", "."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +112,30 @@ class ModelSpec(Result):
     untrained: tuple[str, ...] = ()
     """Parameters of the text part that the class itself does not train (ERNIE 4.5's bias of the router)."""
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """transformers' tensor-parallel plan: module name, with `*` for a layer's number → style. Empty without a plan."""
+    """Its class's tensor-parallel plan, or a user's: module name, with `*` for a layer's number → style. Empty without a plan."""
     ep_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     """transformers' expert-parallel plan, in the same form."""
+    own_tp_plan: bool = False
+    """Whether `tp_plan` is a user's, and not the class's."""
     trusted: str | None = None
     """The trusted revision of the model's own code: a commit on the Hub, or a folder's sha256. None without own code."""
+
+    def with_tp_plan(self, plan: Mapping[str, str]) -> ModelSpec:
+        """Return the same model with another tensor-parallel plan.
+
+        Raises:
+            ModelError: for a rule that names neither a parameter nor a module with one.
+        """
+        parameters = [name for parameter in self.parameters for name in self.names_of(parameter.name)]
+        names = dict.fromkeys(generic_name(name) for name in parameters)
+        names |= dict.fromkeys(name.rpartition(".")[0] for name in names)
+        if unknown := [name for name in plan if name not in names]:
+            close = difflib.get_close_matches(generic_name(unknown[0]), names, n=1, cutoff=0)
+            raise ModelError(
+                f"tp_plan: {unknown[0]!r} names no weights of {self.architecture}: expected a module or parameter, with * for "
+                f"a layer's number, such as {close[0]!r}."
+            )
+        return dataclasses.replace(self, tp_plan=dict(plan), own_tp_plan=True)
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of a parameter, its own first: tied weights have several."""
@@ -207,6 +233,7 @@ class ModelSpec(Result):
             "tied": "; ".join(" = ".join(group) for group in self.tied) or "nothing",
             "weights": self.source or "none: a config only",
             "quantized": self.quantization and f"{self.quantization}, in the files",
+            "tensor-parallel plan": self.own_tp_plan and f"your own, {len(self.tp_plan)} rules",
             "code of its own": self.trusted and f"is run, revision {self.trusted}",
         }
         members = {role: [parameter for parameter in self.parameters if parameter.role == role] for role in ROLES}

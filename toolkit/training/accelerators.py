@@ -19,7 +19,7 @@ from toolkit.engines.base import engine_environment
 from toolkit.engines.job import Job
 from toolkit.engines.rank_calls import from_main
 from toolkit.engines.records import Prepared
-from toolkit.engines.upstream import patched
+from toolkit.engines.upstream import patched, without_deepspeed
 from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
 from toolkit.training.given_weights import GivenWeights
@@ -54,6 +54,8 @@ def guard_command(job: Job) -> str:
     strategy = job.strategy
     if strategy.tp * strategy.cp * strategy.ep * strategy.pp == 1:
         return ""
+    if job.spec is not None and job.spec.own_tp_plan:
+        return "tk.guard(spec, strategy)"
     model = job.spec.name if job.spec is not None else "MODEL"
     fields = {"sharding": strategy.sharding, **differing(strategy)}
     return shlex.join(["toolkit", "guard", model, *spell({name: fields[name] for name in CUT if name in fields})])
@@ -245,6 +247,11 @@ class AuditedPrepare(OwnLoop):
             share_statistics(prepared.model)
         if not engine.model_no_sync:
             prepared.model.no_sync = partial(_refuse_no_sync, self.job.strategy.sharding)
+
+    def unwrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Return what Accelerate returns, and import DeepSpeed for it only where it is used."""
+        with without_deepspeed():
+            return super().unwrap_model(model, *args, **options)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return Accelerate's state dict; where each rank holds parts, rank 0 gets whole tensors, as `save` writes them.

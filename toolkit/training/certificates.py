@@ -27,7 +27,7 @@ from toolkit.engines.resolution import resolve
 from toolkit.models import ModelSpec, describe
 from toolkit.models.small_copy import shrink
 from toolkit.training.preflight import Preflight
-from toolkit.training.small_run import GRADIENT, SAID, STEPS
+from toolkit.training.small_run import GRADIENT, SAID, SEQ_LEN, STEPS
 
 SAME = ("precision", "activation_checkpointing", "loss")
 """Fields that every small run has alike."""
@@ -99,7 +99,7 @@ def guard(model: str | Path | ModelSpec, strategy: Strategy, *, ranks: int | Non
     spec = model if isinstance(model, ModelSpec) else describe(str(model))
     if strategy.tp * strategy.cp * strategy.ep * strategy.pp == 1:
         raise StrategyError("guard: nothing is cut. Give --tp N, --cp N, --ep N or --pp N.")
-    train_config = TrainConfig(accumulation=2 * strategy.pp)
+    train_config = TrainConfig(accumulation=2 * strategy.pp, seq_len=SEQ_LEN)
     return certify(resolve(strategy, train_config, spec, ranks or strategy.least_ranks, hardware("cpu").device))
 
 
@@ -122,6 +122,7 @@ def certify(job: Job) -> Certificate:
     except Exception as error:  # configs check themselves, each in its own way
         raise _refusal(f"{job.spec.name} has no small copy ({error})") from None
     request = {"config": config.to_dict(), "strategy": differing(strategy), "ranks": ranks}
+    request["tp_plan"] = dict(job.spec.tp_plan)
     command = [sys.executable, "-P", "-c", f"from toolkit.training.small_run import main; main({os.getpid()})"]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"capture_output": True, "text": True, "env": environ, "timeout": LONGEST}

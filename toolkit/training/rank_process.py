@@ -16,7 +16,7 @@ from toolkit.config.run_config import RunConfig
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import NotFinite, OutOfMemory, StrategyError, ToolkitError, is_out_of_memory
-from toolkit.core.process_lifecycle import import_libraries
+from toolkit.core.process_lifecycle import import_libraries, skip_last_collection
 from toolkit.core.rank_output import tee_output
 from toolkit.run_folder.folder import Folder, enter
 from toolkit.run_folder.heartbeat import Beat
@@ -100,6 +100,7 @@ def _run_recorded(
         with beat:  # its last entry tells where an exception was raised
             resolved = resolve_flags(flags, folder.path if flags.resume else None)
             if own_process:
+                skip_last_collection()
                 import_libraries("transformers.modeling_utils")  # and with it torch
             return train_rank(RankRun(folder, beat, *resolved, resume=flags.resume))
     except ToolkitError as error:

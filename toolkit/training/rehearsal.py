@@ -121,7 +121,7 @@ def rehearse(
         "ranks": ranks,
         "rank": rank,
     }
-    measured = _run_child({**values, "config": spec.config})
+    measured = _run_child({**values, "config": spec.config, "tp_plan": dict(spec.tp_plan)})
     return _joined(job, rank, measured, forecast)
 
 

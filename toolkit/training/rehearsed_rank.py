@@ -19,7 +19,7 @@ from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import ToolkitError
-from toolkit.core.process_lifecycle import die_with_parent, import_libraries
+from toolkit.core.process_lifecycle import die_with_parent, import_libraries, skip_last_collection
 from toolkit.devices.machine import hardware
 from toolkit.engines.records import Prepared
 from toolkit.engines.upstream import patched
@@ -165,6 +165,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     from toolkit.training.setup import seed_everything
 
     spec, strategy = describe(folder), from_dict(Strategy, request["strategy"])
+    spec = replace(spec, tp_plan=request["tp_plan"])
     train_config = replace(from_dict(TrainConfig, request["train_config"]), steps=STEPS, epochs=None, warmup=0)
     dist.init_process_group("fake", store=FakeStore(), rank=request["rank"], world_size=request["ranks"])
     copies: list[Any] = []
@@ -199,6 +200,7 @@ def main(parent: int) -> None:
     """Read a request from standard input, and print what was measured as JSON. It ends with the process `parent`."""
     die_with_parent(parent)
     request = json.load(sys.stdin)
+    skip_last_collection()
     import_libraries("transformers.modeling_utils")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         try:

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.config.fields import from_dict
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
-from toolkit.core.process_lifecycle import die_with_parent, import_libraries
+from toolkit.core.process_lifecycle import die_with_parent, import_libraries, skip_last_collection
 from toolkit.core.units import ceil_div
 from toolkit.engines.shards import overlaps, parts
 from toolkit.models import describe
@@ -47,6 +47,10 @@ GRADIENT = 1e-4
 ROUNDING = 5e-7
 """What a gradient is uncertain by, relative to the weight that it was added to and read from again: 4 units in the last place."""
 
+NOISE = 6e-8
+"""What it is uncertain by, relative to the model's largest: half a unit in the last place. Some are zero but for rounding errors
+(the bias of keys without rotary positions)."""
+
 
 def _rows(vocab: int, micros: int, rows: int, dp_rank: int, dp_size: int, joined: bool) -> Iterator[dict[str, Any]]:
     """Yield a rank's micro-batches; each row has another number of labels, and two documents where they are `joined`."""
@@ -68,13 +72,16 @@ def _rows(vocab: int, micros: int, rows: int, dp_rank: int, dp_size: int, joined
             }
 
 
-def _train(
-    folder: str, strategy: Strategy, micros: int, rows: int, joined: bool, ranks: int, rank: int
-) -> dict[str, Any]:
+Work = tuple[int, int, bool, Mapping[str, str]]
+"""Micro-batches of a step, their rows over all ranks, whether a row holds two documents, and the tensor-parallel plan."""
+
+
+def _train(folder: str, strategy: Strategy, work: Work, ranks: int, rank: int) -> dict[str, Any]:
     """Take the steps as one rank; return losses, norms, and the first step's changes of the weights as parts of tensors."""
     import torch
 
-    spec = describe(folder)
+    micros, rows, joined, plan = work
+    spec = replace(describe(folder), tp_plan=plan)  # unchecked: a small copy may lack what a rule names
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
     config = TrainConfig(
         steps=STEPS, micro_batch=rows // dp_size, accumulation=micros, seq_len=SEQ_LEN, warmup=0, lr=1.0
@@ -105,7 +112,7 @@ def _train(
     return {"steps": steps, "changes": changes}
 
 
-def _rank(folder: str, strategy: Strategy, work: tuple[int, int, bool], ranks: int, rank: int, port: int) -> None:
+def _rank(folder: str, strategy: Strategy, work: Work, ranks: int, rank: int, port: int) -> None:
     """Train, and write the result into the folder. The process ends here."""
     import torch
 
@@ -115,7 +122,7 @@ def _rank(folder: str, strategy: Strategy, work: tuple[int, int, bool], ranks: i
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     code = 1
     try:
-        torch.save(_train(folder, strategy, *work, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
+        torch.save(_train(folder, strategy, work, ranks, rank), f"{folder}/{ranks}-{rank}.pt")
         code = 0
     except Exception as error:
         os.write(2, f"{SAID}{first_line(error)}\n".encode())  # in one piece: the ranks share the stream
@@ -131,10 +138,10 @@ def _compare(folder: str, ranks: int, names: list[str]) -> dict[str, Any]:
     pairs = list(zip(alone["steps"], cut[0]["steps"], strict=True))
     whole = {name: (box, change, largest) for (name, box), (change, largest) in alone["changes"].items()}
     missing = {name: torch.ones_like(change, dtype=torch.bool) for name, (_, change, _) in whole.items()}
-    other = set()
+    other, noise = set(), NOISE * max(change.abs().max() for _, change, _ in whole.values())
     for name, box, part in ((*key, change) for result in cut for key, (change, _) in result["changes"].items()):
         own_box, change, largest = whole[name]
-        limit = GRADIENT * change.abs().max() + ROUNDING * largest
+        limit = GRADIENT * change.abs().max() + ROUNDING * largest + noise
         if any((theirs - mine).abs().max() > limit for theirs, mine in overlaps([(own_box, change)], [(box, part)])):
             other.add(name)
         for left, _ in overlaps([(own_box, missing[name])], [(box, part)]):
@@ -176,7 +183,7 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     if strategy.adapter != "none":
         _draw_both_halves()
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
-    work = (2 * strategy.pp, dp_size * ceil_div(ROWS, dp_size), strategy.cp > 1)
+    work = (2 * strategy.pp, dp_size * ceil_div(ROWS, dp_size), strategy.cp > 1, request["tp_plan"])
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         random_model(folder, AutoConfig.for_model(values.pop("model_type"), **values))
@@ -208,6 +215,7 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
 def main(parent: int) -> None:
     """Read a request from standard input, and print the differences as JSON. All ranks end with the process `parent`."""
     die_with_parent(parent)
+    skip_last_collection()
     for name in [name for name in os.environ if name.startswith(OTHERS)]:
         del os.environ[name]
     with contextlib.redirect_stdout(sys.stderr):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,6 +81,11 @@ class Reader:
             pack_experts(model, self.spec, _dtype(self.job.compute_dtype))
         # Saving may revert only those that were used. Under ZeRO-3 transformers keeps all (integrations/deepspeed.py).
         used = [conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()]
+        if misread := _misread(model, used):
+            raise ModelError(
+                f"model {self.spec.name!r}: its files join or divide {misread} in a form of which transformers reads wrong rows "
+                "where ranks share a matrix. Choose --tp 1 --ep 1."
+            )
         self._complete(model, _conversions(model) if self.spec.quantization else used)  # dequantized: saved whole
         keep(model)
         if self.job.device.kind == "cpu":
@@ -172,6 +178,29 @@ class Reader:
         model.tie_weights()
         freeze(model, self.spec)
         return model
+
+
+def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
+    """Return a parameter of which this rank has other rows than its part; None if all are right.
+
+    transformers 5.23 slices a file's tensor by the parameter's placements and converts the slice: a slice of joined matrices is
+    no joint of their slices. Stacks of experts it handles (`MergeModulelist`).
+    """
+    divided: dict[str, set[Any]] = {}
+    tensor: Any
+    for name, tensor in model.named_parameters():
+        if hasattr(tensor, "_local_tensor"):
+            places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            divided[name] = {getattr(place, "dim", None) for place, ranks in places if ranks > 1} - {None}
+    for conversion in conversions:
+        steps = {type(step).__name__: getattr(step, "dim", None) for step in getattr(conversion, "operations", ())}
+        steps.pop("MergeModulelist", None)
+        targets = [re.compile(re.sub(r"\\\d", ".*", target)) for target in conversion.target_patterns]
+        for name, dims in divided.items():
+            wrong = dims and ({"Chunk", "Split"} & steps.keys() or dims & set(steps.values()))
+            if wrong and any(target.search(name) for target in targets):
+                return name
+    return None
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:

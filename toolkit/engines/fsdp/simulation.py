@@ -15,8 +15,9 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory, Transfer
 from toolkit.engines.simulation import Buffers, Simulation, expert_copies, gathers, host_transfers
-from toolkit.engines.states import State, generic_name, optimizer_bytes, parameters_of
+from toolkit.engines.states import State, optimizer_bytes, parameters_of
 from toolkit.engines.traces import Trace
+from toolkit.models import generic_name
 
 
 def shard_elements(state: State, ranks: int, place: int = 0) -> int:

@@ -14,6 +14,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import (
     EXPERTS,
+    SHARED,
     experts_apart,
     is_even,
     local_job,
@@ -23,13 +24,14 @@ from toolkit.engines.mesh.plan import (
     style_of,
     transfers,
 )
-from toolkit.engines.mesh.styles import group_heads, register_shared, register_summed, share_inputs
+from toolkit.engines.mesh.styles import group_heads, planned, register_shared, register_summed, share_inputs
 from toolkit.engines.optimizer_step import average_gradients, scale_gradients, total_norm
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
-from toolkit.engines.states import generic_name, parameters_of, policy_dtypes, trained_elements
+from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
 from toolkit.engines.traces import Trace, TraceConfig
 from toolkit.engines.upstream import patched
+from toolkit.models import generic_name
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -180,7 +182,7 @@ class Mesh(Engine):
         shared = register_shared(job.spec, sizes)
         config = DistributedConfig(**dense, ep_size=sizes.ep, tp_plan=shared or None)
         shard = partial(_fully_shard, job) if self.sharded and not later else lambda model, *_: model
-        with patched(mixin, apply_fully_sharded_data_parallelism=shard):
+        with patched(mixin, apply_fully_sharded_data_parallelism=shard), planned(job.spec):
             model = reader.read(distributed_config=config)
         mesh = model._mesh_manager
         self._replicas = None if self.sharded or copies == 1 else mesh.get_mesh("dp_replicate").get_group()
@@ -207,8 +209,10 @@ class Mesh(Engine):
         if getattr(model, "_tp_size", None) != job.parallelism.tp or job.spec is None:
             raise StrategyError(
                 f"prepare got a {type(model).__name__} that is not split for {job.strategy.label}: weights are split while "
-                "they are read. Make the Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`."
+                "they are read. Make the Accelerator with `toolkit.describe(model)`, and the model with `toolkit.load`. "
+                "A tp_plan of your own goes to `describe`."
             )
+        _check_plan(job, model)
         if self._shards_later(job) and not isinstance(model, FSDPModule):
             _fully_shard(job, model, model._mesh_manager)
 
@@ -247,7 +251,8 @@ class Mesh(Engine):
         assert job.spec is not None
         register_summed()
         shared = register_shared(job.spec, job.parallelism)
-        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan=shared or None))
+        with planned(job.spec):
+            plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan=shared or None))
         modules = dict(model.named_modules())
 
         def is_held(name: str) -> bool:
@@ -259,6 +264,19 @@ class Mesh(Engine):
         if shared:
             group_heads(model, job.spec, job.parallelism)
         share_inputs(model, job.spec, job.parallelism, mesh)
+
+
+def _check_plan(job: Job, model: Any) -> None:
+    """Refuse a model that got another plan after it was split."""
+    shared = {name: style for name, style in job.settings["plan"].items() if style == SHARED}
+    used = {**job.spec.tp_plan, **shared} if job.spec is not None else {}
+    given: dict[str, str] = model.tp_plan
+    for name in [*used, *given] if job.parallelism.tp > 1 else ():
+        if used.get(name) != given.get(name):
+            raise StrategyError(
+                f"prepare got a model with {given.get(name)!r} for {name!r} in its tp_plan, and it was split with "
+                f"{used.get(name)!r}. Give the plan before weights are read: `toolkit.describe(model, tp_plan=...)`."
+            )
 
 
 def parts_of(tensor: Any, group: str) -> int:

@@ -12,8 +12,8 @@ from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
-from toolkit.engines.states import State, adapted, generic_name
-from toolkit.models import ModelSpec, Parameter
+from toolkit.engines.states import State, adapted
+from toolkit.models import ModelSpec, Parameter, generic_name
 from toolkit.models.varlen import DROPOUTS
 
 SHARED = "colwise_shared_heads"
@@ -117,8 +117,8 @@ def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     experts = [parameter for parameter in spec.parameters if style_of(parameter.name, spec.ep_plan) == EXPERTS]
     odd = sorted(set(spec.ep_plan.values()) - {EXPERTS, "ep_dispatch_experts"})
     for refused, reason in (
-        (spec.moe is None, "it has no experts"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
+        (spec.moe is None, "it has no experts"),
         (not experts, "transformers has no expert-parallel plan for it"),
         (odd, f"its plan has style {''.join(odd[:1])!r}, and only {EXPERTS} is known"),
     ):
@@ -133,15 +133,14 @@ def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
     tp = sizes.tp
-    odd = sorted(
-        {style for name, style in plan_of(spec, sizes).items() if name not in spec.ep_plan}
-        - {*COLWISE, *ROWWISE, SUMMED}
-    )
+    styles = (*COLWISE, *ROWWISE, SUMMED)
+    plan = {name: style for name, style in plan_of(spec, sizes).items() if name not in spec.ep_plan}
+    odd = [f"{name!r} has style {style!r}" for name, style in plan.items() if style not in styles]
     for refused, reason in (
         (spec.moe is not None and sizes.ep == 1, f"it has experts, and only dense models run without --ep {tp}"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
-        (odd, f"its plan has style {''.join(odd[:1])!r}, and only {', '.join((*COLWISE, *ROWWISE, SUMMED))} are known"),
+        (odd, f"in its plan {''.join(odd[:1])}, and only {', '.join(styles)} are known"),
     ):
         if refused:
             yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."

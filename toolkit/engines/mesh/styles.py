@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.parallelism import Parallelism
 from toolkit.engines.mesh.plan import PRODUCTS, SHARED, plan_of, style_of
+from toolkit.engines.upstream import patched
 from toolkit.models import ModelSpec
 
 if TYPE_CHECKING:
     import torch
+
+
+@contextmanager
+def planned(spec: ModelSpec) -> Iterator[None]:
+    """Let transformers split models by the description's plan, which may be a user's own, and not by their class's."""
+    from transformers.distributed.mixin import DistributedMixin
+
+    resolve = DistributedMixin._resolve_parallel_plans
+
+    def resolved(model: Any, config: Any) -> Any:
+        model._tp_plan = dict(spec.tp_plan)
+        return resolve(model, config)
+
+    with patched(DistributedMixin, _resolve_parallel_plans=resolved):
+        yield
 
 
 def register_shared(spec: ModelSpec, sizes: Parallelism) -> dict[str, str]:
