@@ -286,7 +286,7 @@ def test_the_first_part_of_a_backward_frees_logits_and_the_second_leaves_gradien
     walk = Walk(done, job, {last: step})
     walk.sharded[last] = 0, added
     walk.run([Action(kind, last, micro) for micro in (0, 1) for kind in (FORWARD, INPUT, WEIGHT)])
-    assert done.held == {"gradients": added, "activations": 0, "logits": 0, "buffers": 0}
+    assert done.held == {"gradients": added, "activations": 0, "logits": 0, "buffers": 0, "parameters": 0}
 
 
 def test_a_loop_of_the_users_own_is_refused() -> None:
