@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from toolkit.core.units import BYTES_OF
 from toolkit.engines.base import Engine
 from toolkit.engines.job import Job
-from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec, places_of
 from toolkit.engines.pipeline.sharding import sharded
-from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Played, play
+from toolkit.engines.pipeline.walk import Walk, hidden_bytes
+from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
 from toolkit.engines.simulation import Simulation, blas_workspaces
 from toolkit.engines.states import optimizer_bytes, parameters_of
-from toolkit.engines.traces import Segment, Trace, TraceConfig
+from toolkit.engines.traces import Trace, TraceConfig
 
 
 class SimulatedPipeline(Engine):
@@ -89,24 +88,22 @@ class SimulatedPipeline(Engine):
         last, size = len(job.settings["stages"]) - 1, hidden_bytes(job)
         sides = sum((stage > 0) + (stage < last) for stage in stages)
         ledger.hold("buffers", sides * job.train_config.accumulation * size)
-        walk = _Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages})
+        walk = Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages})
         if sharded(job):
-            # Whole in the compute dtype, from the first forward to the last backward.
-            shard = simulation.state.trainable
-            whole = shard * job.parallelism.shard_size
-            gathered = whole * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
-            gathered += simulation.state.frozen * job.parallelism.shard_size
+            # Whole in the compute dtype, from the first forward to the last backward of a stage.
+            size, state = job.parallelism.shard_size, simulation.state
+            whole = (
+                state.trainable * size * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype],
+                state.frozen * size,
+            )
+            gathered = sum(whole)
             ledger.hold("parameters", gathered)
             highest, last_one = _gather_shares(inside, places_of(job, rank))
             ledger.touch("buffers", int(max(highest * gathered, last_one * gathered + walk.forward_rise)))
-            walk.run(orders(job)[_place(job, rank)])
-            segments = (segment for stage in stages for segment in simulation.steps[stage])
-            largest = max(segment.size for segment in segments if segment.what == "gradient")
-            ledger.touch("workspace", largest * BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype])
-            ledger.hold("gradients", shard - ledger.held["gradients"])
-            ledger.hold("parameters", -gathered)
-        else:
-            walk.run(orders(job)[_place(job, rank)])
+            for stage, shares in _shares_by_stage(inside, job.settings["stages"], stages).items():
+                freed = sum(int(share * each) for share, each in zip(shares, whole, strict=True))
+                walk.sharded[stage] = freed, int(shares[0] * state.trainable)
+        walk.run(orders(job)[_place(job, rank)])
         ledger.enter("step")
         trained = (state for state in parameters_of(local.job) if state.trainable)
         local.optimizer_step(self.inner.rank_elements(local.job, state) for state in trained)
@@ -149,27 +146,6 @@ class SimulatedPipeline(Engine):
         return play(orders(job), named, send, after)
 
 
-def hidden_bytes(job: Job) -> int:
-    """Return the bytes of what two stages exchange for a micro-batch."""
-    assert job.spec is not None
-    config, whole = job.train_config, job.strategy.adapter == "none" and not sharded(job)
-    each = BYTES_OF[job.weight_dtype if whole else job.compute_dtype]
-    return config.micro_batch * config.seq_len * job.spec.hidden * each
-
-
-def _kept_for_weights(job: Job, first: int, end: int) -> int:
-    """Return the bytes of the gradients of the outputs of a stage's modules with weights: torch keeps them between I and W."""
-    assert job.spec is not None
-    parts, rows, outputs = anatomy_of(job.spec), hidden_bytes(job) // job.spec.hidden, 0
-    for parameter in job.spec.parameters:
-        places = {place for name in job.spec.names_of(parameter.name) for place in parts.places(name)}
-        if parameter.name.endswith(".weight") and any(
-            first <= each < end or each == end == parts.count for each in places
-        ):
-            outputs += parameter.shape[0]
-    return rows * outputs
-
-
 def _gather_shares(inside: Job, mine: Collection[int]) -> tuple[float, float]:
     """Return what gathering a stage's modules in turn holds in addition to the whole stage, as shares of it.
 
@@ -182,8 +158,7 @@ def _gather_shares(inside: Job, mine: Collection[int]) -> tuple[float, float]:
         place = next(
             place for name in inside.spec.names_of(state.name) for place in parts.places(name) if place in mine
         )
-        outside = not 0 <= place < parts.count
-        key = place, name_in_spec(state.name).rpartition(".")[0] if outside else ""
+        key = place, "" if 0 <= place < parts.count else name_in_spec(state.name).rpartition(".")[0]
         sizes[key] = sizes.get(key, 0) + state.elements
     whole = before = highest = 0
     for _, size in sorted(sizes.items(), key=lambda item: item[0][0]):
@@ -228,124 +203,21 @@ def _first_alike(kinds: Sequence[Any], first: int, end: int) -> tuple[int, int]:
     return start, start + count
 
 
-class _Walk:
-    """Enters a rank's actions. Micro-batches in flight add up; the first backward of each stage leaves gradients.
-
-    torch keeps what a rank has sent: with 1F1B the last gradient and the hidden states of the last forward but one before the
-    first backward, otherwise all tensors until the step's end (`torch.distributed.pipelining.schedules`, `_step_microbatches`).
-    """
-
-    def __init__(self, ledger: Ledger, job: Job, steps: Mapping[int, Sequence[Segment]]) -> None:
-        self._ledger, self._size = ledger, hidden_bytes(job)
-        self._last, self._keeps = len(job.settings["stages"]) - 1, job.strategy.pp_schedule != "1f1b"
-        self._micros = job.train_config.accumulation
-        # FSDP2 adds gradients up in the dtype in which it reduces them. A CPU copies an addend of another dtype.
-        self._wider = BYTES_OF[job.weight_dtype] // BYTES_OF[job.compute_dtype] if sharded(job) else 1
-        self._copied = 1 + self._wider if self._wider > 1 and job.device.kind == "cpu" else 0
-        self._halves = {stage: _halves(tuple(step), self._copied) for stage, step in steps.items()}
-        split = [stage for stage in steps if stage and job.settings["splits_backward"]]
-        self._for_weights = {stage: _kept_for_weights(job, *job.settings["stages"][stage]) for stage in split}
-        """Of the stages with a backward in two parts."""
-        self._backward_done: set[int] = set()
-        self._late: dict[int, list[int]] = {}
-        """Bytes of the gradients that the last second part of a stage has left, in the dtype of its weights."""
-        self._added: set[int] = set()
-        """Stages of which FSDP2 has added up some."""
-        self._kept = 0
-        self.forward_rise = max(forward[0] for forward, *_ in self._halves.values())
-        """The most that activations of one micro-batch rise by in a forward, in bytes."""
-
-    def run(self, order: Sequence[Action]) -> None:
-        """Enter a step's actions, and free what was sent."""
-        for action in order:
-            forward, backward, folded = self._halves[action.stage]
-            if action.kind == FORWARD:
-                self._ledger.enter("forward")
-                self._ledger.walk(*forward)
-                continue
-            self._ledger.enter("backward")
-            if action.stage not in self._for_weights:
-                if action.kind != INPUT:  # the first stage runs its backward whole, in the second part
-                    self._walk_backward(action, backward, folded)
-            elif action.kind == INPUT:
-                self._walk_inputs(action.stage, forward, folded)
-            else:
-                self._walk_weights(action.stage, backward, folded)
-        self._ledger.hold("buffers", -self._kept)
-        if self._wider > 1:
-            self._ledger.hold("gradients", -sum(map(sum, self._late.values())))
-
-    def _walk_inputs(self, stage: int, forward: tuple[int, int, int, int], folded: tuple[int, int, int, int]) -> None:
-        """Enter the first part of a backward: what the loss made of the logits is freed, all before the head stays."""
-        ledger, kept = self._ledger, self._for_weights[stage]
-        sizes = self._late.pop(stage, []) if self._wider > 1 else []
-        if sizes and stage in self._added:  # what the second part of an earlier backward left (`post_backward`)
-            ledger.touch("workspace", max(sizes) * max(0, self._copied - 1))
-        elif sizes:
-            ledger.hold("gradients", sum(sizes) * self._wider)
-            self._added.add(stage)
-        ledger.hold("gradients", -sum(sizes))
-        ledger.touch("activations", max(folded[0], kept))
-        ledger.hold("activations", kept)
-        ledger.hold("logits", -forward[3])
-        self._keep_sent(1)
-
-    def _walk_weights(self, stage: int, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
-        """Enter the second part of a backward. Its gradients have the dtype of the weights in the forward."""
-        _, net, _, logits = folded
-        sizes = [segment.size for segment in backward if segment.what == "gradient"]
-        if stage not in self._backward_done or (self._wider > 1 and stage not in self._late):
-            self._ledger.hold("gradients", sum(sizes))
-            self._late[stage] = sizes
-            self._backward_done.add(stage)
-        else:
-            self._ledger.touch("gradients", max(sizes))
-        self._ledger.hold("activations", net - logits - self._for_weights[stage])
-        self._keep_sent(stage < self._last)
-
-    def _walk_backward(self, action: Action, backward: Sequence[Segment], folded: tuple[int, int, int, int]) -> None:
-        stage = action.stage
-        first = stage not in self._backward_done
-        if first:
-            for segment in backward:
-                self._ledger.walk(*segment[:4])
-                if segment.what == "gradient":
-                    self._ledger.hold("gradients", segment.size * self._wider)
-            self._backward_done.add(stage)
-        else:
-            self._ledger.walk(*folded)
-        if self._keeps:
-            kept = (stage > 0) + (stage < self._last)
-        else:
-            before = min(self._micros, self._last + 1 - stage)
-            kept = (first and stage > 0) + (stage < self._last and action.micro == before - 2)
-        self._keep_sent(kept)
-
-    def _keep_sent(self, tensors: int) -> None:
-        """Keep what was sent until the step's end."""
-        self._kept += tensors * self._size
-        self._ledger.hold("buffers", tensors * self._size)
-
-
-@lru_cache(maxsize=128)
-def _halves(
-    step: tuple[Segment, ...], copied: int
-) -> tuple[tuple[int, int, int, int], tuple[Segment, ...], tuple[int, int, int, int]]:
-    """Return a step's forward as one change, the segments of its backward, and these as one change.
-
-    `copied`: how often a gradient counts while it is added to an earlier one.
-    """
-    middle = 1 + next(index for index, segment in enumerate(step) if segment.what == "backward")
-    return _fold(step[:middle]), step[middle:], _fold(step[middle:], copied)
-
-
-def _fold(segments: Sequence[Segment], copied: int = 0) -> tuple[int, int, int, int]:
-    """Return rise and net of segments in a row, and the logits among them at the highest moment and at the end."""
-    rise = net = logits_rise = logits = 0
-    for segment in segments:
-        if net + segment.rise > rise:
-            rise, logits_rise = net + segment.rise, logits + segment.logits_rise
-        net, logits = net + segment.net, logits + segment.logits_net
-        if segment.what == "gradient" and net + segment.size * copied > rise:
-            rise, logits_rise = net + segment.size * copied, logits
-    return rise, net, logits_rise, logits
+def _shares_by_stage(
+    inside: Job, cuts: Sequence[Sequence[int]], stages: Sequence[int]
+) -> dict[int, tuple[float, float]]:
+    """Return each stage's shares of the rank's trained parameters and of its frozen ones."""
+    assert inside.spec is not None
+    parts, sums = anatomy_of(inside.spec), {stage: [0, 0] for stage in stages}
+    ends = {-1: 0, parts.count: len(cuts) - 1}
+    for state in parameters_of(inside):
+        places = [place for name in inside.spec.names_of(name_in_spec(state.name)) for place in parts.places(name)]
+        on = next(
+            stage
+            for place in places
+            for stage in stages
+            if cuts[stage][0] <= place < cuts[stage][1] or ends.get(place) == stage
+        )
+        sums[on][not state.trainable] += state.elements
+    whole = [max(1, sum(each[part] for each in sums.values())) for part in (0, 1)]
+    return {stage: (trained / whole[0], frozen / whole[1]) for stage, (trained, frozen) in sums.items()}
