@@ -129,7 +129,7 @@ def words_of(line: str, run: str = "NAME") -> list[str]:
 
 
 def make_reader_folder(folder: Path, words: int = 60_000) -> None:
-    """Write what a reader of the site has: a model, notes of so many words, and chats. Of the Hub's models there are configs alone."""
+    """Write what a reader of the site has: a model, notes of so many words, chats. Of the Hub's models there are configs alone."""
     for name, shape in (("Qwen3-8B", "8B (Qwen3)"), ("Qwen3-0.6B", "0.6B (Qwen3)")):
         (folder / "Qwen" / name).mkdir(parents=True)
         (folder / "Qwen" / name / "config.json").write_text(json.dumps(results.MODELS[shape]))
