@@ -61,9 +61,9 @@ def mixtral(folder: Path, **changes: Any) -> Path:
     return _save("MixtralForCausalLM", folder, **{**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, **changes})
 
 
-def qwen3_moe(folder: Path) -> Path:
+def qwen3_moe(folder: Path, **more: Any) -> Path:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 64}
-    return _save("Qwen3MoeForCausalLM", folder, **TEXT, **experts)
+    return _save("Qwen3MoeForCausalLM", folder, **TEXT, **{**experts, **more})
 
 
 def qwen2_moe(folder: Path) -> Path:
