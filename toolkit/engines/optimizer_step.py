@@ -42,10 +42,13 @@ class OptimizerStep:
             parameters: plain ones and DTensors, on any meshes.
             limit: the largest norm; may be infinite.
         """
+        import torch
+
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = total_norm(gradients)
         scale_gradients(gradients, norm, limit)
-        return norm
+        wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+        return norm if wide else norm.float()
 
     def steps_on_device(self, prepared: Prepared) -> bool:
         """Return whether `step` takes `found_inf`, so that the host need not wait for the gradients: torch's fused kernels do."""
@@ -139,7 +142,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm of gradients over any meshes. Each element counts once. A collective of these meshes.
 
-    On a CPU it is in fp32 or wider, elsewhere in the gradients' dtype, as torch's is.
+    On a CPU it is in fp64, elsewhere in the gradients' dtype, as torch's is.
     """
     import torch
 
@@ -153,8 +156,7 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     for group in by_mesh(gradients):
         mesh = getattr(group[0], "device_mesh", None)
         total += sum(map(_squares, group)) if mesh is None else _squares_over(mesh, group)
-    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
-    return total.sqrt() if wide else total.sqrt().float()
+    return total.sqrt()
 
 
 def _squares(tensor: torch.Tensor) -> torch.Tensor:
