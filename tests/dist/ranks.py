@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import sys
 import time
@@ -154,7 +155,7 @@ def serve() -> None:
     os.dup2(2, 1)  # libraries print
     import_libraries(*LIBRARIES)
     for line in sys.stdin:
-        log, environ, *words = json.loads(line)
+        log, folder, environ, *words = json.loads(line)
         child = os.fork()
         if child == 0:
             code = 1
@@ -162,7 +163,10 @@ def serve() -> None:
                 for stream, path, how in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY)):
                     os.dup2(os.open(path, how), stream)
                 os.dup2(1, 2)
+                os.environ.clear()
                 os.environ.update(environ)
+                os.chdir(folder)
+                random.seed()
                 sys.argv = words
                 runpy.run_path(words[0], run_name="__main__")
                 code = 0

@@ -128,8 +128,8 @@ def words_of(line: str, run: str = "NAME") -> list[str]:
     return shlex.split(line.replace("runs/NAME", f"runs/{run}"))[1:]
 
 
-def make_reader_folder(folder: Path) -> None:
-    """Write what a reader of the site has: a model, notes and chats. The Hub's models are folders with their configs alone."""
+def make_reader_folder(folder: Path, words: int = 60_000) -> None:
+    """Write what a reader of the site has: a model, notes of so many words, chats. Of the Hub's models there are configs alone."""
     for name, shape in (("Qwen3-8B", "8B (Qwen3)"), ("Qwen3-0.6B", "0.6B (Qwen3)")):
         (folder / "Qwen" / name).mkdir(parents=True)
         (folder / "Qwen" / name / "config.json").write_text(json.dumps(results.MODELS[shape]))
@@ -138,5 +138,5 @@ def make_reader_folder(folder: Path) -> None:
     (folder / "chat.jsonl").write_text((json.dumps({"messages": CHATS}) + "\n") * 9)
     (folder / "notes").mkdir()
     (folder / "notes" / "words.txt").write_text(
-        " ".join(f"w{(7 * number + number // 5) % 240}" for number in range(60_000))
+        " ".join(f"w{(7 * number + number // 5) % 240}" for number in range(words))
     )

@@ -56,6 +56,7 @@ KEYS = {ranks: [key for key in CELLS if RANKS.get(key[0], 2) == ranks and possib
 KEYS[4] += FOUR
 
 
+PLAIN: dict[str, Any] = {"activation_checkpointing": "none"}
 WAYS: list[dict[str, Any]] = [
     *({"activation_checkpointing": policy} for policy in ("attention", "selective", "every:2")),
     {"activation_checkpointing": "none", "mlp_tiles": "5"},
@@ -67,11 +68,10 @@ RECOMPUTED = [
     for (first, sharding), (second, adapter) in itertools.product(
         enumerate(("ddp", "zero2", "zero3", "fsdp")), enumerate(("none", "lora", "qlora"))
     )
-    for way in ({"activation_checkpointing": "none"}, *(WAYS[(second - first) % 3 :: 3]))
+    for way in (PLAIN, *(WAYS[(second - first) % 3 :: 3] if adapter != "none" else WAYS))
 ]
-"""Cells of two ranks: of each engine and adapter the first recomputes nothing. Each way meets each engine and each adapter."""
-EACH = 3
-"""Cells of an engine and adapter."""
+"""Cells of two ranks: of each engine and adapter the first recomputes nothing. Without an adapter each engine meets each way; with
+one, each way meets each engine and each adapter."""
 
 Gave = dict[int, list[dict[str, Any]]]
 
@@ -92,10 +92,10 @@ def runs(gave: Gave) -> dict[int, dict[Key, dict[str, Any]]]:
 
 
 def test_recomputed_activations_are_those_that_were_kept(gave: Gave) -> None:
-    results = gave[2][-len(RECOMPUTED) :]
-    for cell, result, plain in zip(
-        RECOMPUTED, results, [one for one in results[::EACH] for _ in range(EACH)], strict=True
-    ):
+    plain: dict[str, Any] = {}
+    for cell, result in zip(RECOMPUTED, gave[2][-len(RECOMPUTED) :], strict=True):
+        if cell["activation_checkpointing"] == "none" and "mlp_tiles" not in cell:
+            plain = result
         assert result["losses"] == pytest.approx(plain["losses"], rel=1e-6), cell
         assert result["norms"] == pytest.approx(plain["norms"], rel=1e-5), cell
 

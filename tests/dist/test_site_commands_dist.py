@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 
 def test_commands_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    make_reader_folder(tmp_path)
+    make_reader_folder(tmp_path, words=400_000)
     monkeypatch.chdir(tmp_path)
     train, *others = OF_A_RUN
     process = start("-m", "toolkit", *words_of(train), cwd=tmp_path)
@@ -28,6 +28,7 @@ def test_commands_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert shown.out or "-o" in line, line
         if " stop " in line:
             process.communicate(timeout=60)
+            assert attach(run).status == "stopped"
     assert attach(run).status == "finished"
     assert (run / "report.html").is_file()
     assert (tmp_path / "my-model-trained" / "config.json").is_file()

@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
@@ -60,9 +61,9 @@ def mixtral(folder: Path, **changes: Any) -> Path:
     return _save("MixtralForCausalLM", folder, **{**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, **changes})
 
 
-def qwen3_moe(folder: Path) -> Path:
+def qwen3_moe(folder: Path, **more: Any) -> Path:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 64}
-    return _save("Qwen3MoeForCausalLM", folder, **TEXT, **experts)
+    return _save("Qwen3MoeForCausalLM", folder, **TEXT, **{**experts, **more})
 
 
 def qwen2_moe(folder: Path) -> Path:
@@ -269,10 +270,18 @@ def run_cells(groups: dict[int, list[dict[str, Any]]], folder: Path, scratch: Pa
     return dict(zip(groups, given, strict=True))
 
 
+LONGEST = 600
+"""Seconds that a worker may take."""
+
+
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """The process that has imported the libraries, and forks the workers of all files that this process runs."""
-    server = start(Path(__file__).with_name("ranks.py"), stdin=subprocess.PIPE, stderr=None, start_new_session=True)
+    # Read as torch is imported: inductor's own processes would outlive a rank's end.
+    few = {**environment(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    server = start(
+        Path(__file__).with_name("ranks.py"), stdin=subprocess.PIPE, stderr=None, start_new_session=True, env=few
+    )
     atexit.register(_end, server)
     return server
 
@@ -290,10 +299,14 @@ def run_worker(path: Path, scratch: Path, folder: Path) -> None:
     assert server.stdin is not None
     assert server.stdout is not None
     log.write_text("")
-    print(json.dumps([str(log), environment(), *map(str, (path, scratch, folder))]), file=server.stdin, flush=True)
+    print(
+        json.dumps([str(log), os.getcwd(), environment(), *map(str, (path, scratch, folder))]),
+        file=server.stdin,
+        flush=True,
+    )
     answer = ""
     try:
-        answer = server.stdout.readline()
+        answer = server.stdout.readline() if select.select([server.stdout], [], [], LONGEST)[0] else ""
     finally:
         if not answer:  # it has ended, or this test waits no longer: the next one has another
             _server.cache_clear()

@@ -577,12 +577,12 @@ def test_a_norm_over_two_optimizers_is_clipped_as_one(make: Callable[..., Any]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_cpus_norm_is_exact_over_millions_of_uneven_elements(dtype: torch.dtype) -> None:
-    """torch's own is 1e-4 too low here, in fp32."""
+    """torch's own is 5e-6 too low here, in fp32, and further off the more elements there are."""
     uneven = torch.randn(4_000_001, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 4_000_001)
     gradients = [uneven.to(dtype), torch.full((3, 5), 2.0).T]
     exact = sum(float(each.double().square().sum()) for each in gradients) ** 0.5
     norm = total_norm(gradients)
     assert abs(float(norm) / exact - 1) < 2e-7
-    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert norm.dtype == torch.float64
     assert float(total_norm([torch.tensor([math.inf, 1.0])])) == math.inf
     assert math.isnan(float(total_norm([torch.tensor([math.nan])])))

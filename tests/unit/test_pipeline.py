@@ -280,13 +280,18 @@ def test_the_first_part_of_a_backward_frees_logits_and_the_second_leaves_gradien
     last = len(job.settings["stages"]) - 1
     forward = Segment(100, 100, 60, 60, "backward", 0, "")
     step = [forward, Segment(40, -60, 40, -60, "gradient", 10, "lm_head.weight"), Segment(0, -40, 0, 0, "", 0, "")]
-    halfway, done = Ledger(shared=True), Ledger(shared=True)
+    halfway = Ledger(shared=True)
     Walk(halfway, job, {last: step}).run([Action(kind, last, 0) for kind in (FORWARD, INPUT)])
     assert halfway.held["logits"] == 0 < 40 < halfway.held["activations"]
-    walk = Walk(done, job, {last: step})
-    walk.sharded[last] = 0, added
-    walk.run([Action(kind, last, micro) for micro in (0, 1) for kind in (FORWARD, INPUT, WEIGHT)])
-    assert done.held == {"gradients": added, "activations": 0, "logits": 0, "buffers": 0, "parameters": 0}
+    apart = [Action(kind, last, micro) for micro in (0, 1) for kind in (FORWARD, INPUT, WEIGHT)]
+    together = [Action(kind, last, micro) for kind in (FORWARD, INPUT, WEIGHT) for micro in (0, 1)]
+    for order in (apart, together):  # in the second nothing is added up in another dtype
+        done = Ledger(shared=True)
+        done.hold("parameters", 7)
+        walk = Walk(done, job, {last: step})
+        walk.sharded[last] = 7, added
+        walk.run(order)
+        assert done.held == {"gradients": added, "activations": 0, "logits": 0, "buffers": 0, "parameters": 0}
 
 
 def test_a_loop_of_the_users_own_is_refused() -> None:

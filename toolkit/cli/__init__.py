@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `toolkit … | head` ends as `git … | head` and `grep … | head` do.
     """
     try:
-        return _run(arguments)
+        if code := _run(arguments):
+            _flush_or_drop()
+        return code
     except BrokenPipeError:
         closed = _closed_outputs()
         if not closed:  # another pipe, of ours
@@ -97,10 +99,21 @@ def _drop_output(*descriptors: int) -> None:
 @contextlib.contextmanager
 def _flushed() -> Iterator[None]:
     """Write out everything, also of `--help`: at the end of the interpreter no error can be handled."""
+    flush = getattr(sys.stdout, "flush", lambda: None)  # a program may have been started without it
     try:
         yield
-    finally:
-        sys.stdout.flush()
+    except SystemExit:
+        flush()
+        raise
+    flush()
+
+
+def _flush_or_drop() -> None:
+    """Write out what a command that ended with an error has left; where that fails, its own error stands."""
+    try:
+        getattr(sys.stdout, "flush", lambda: None)()
+    except OSError:
+        _drop_output(1)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -133,10 +146,6 @@ def _run(arguments: Sequence[str] | None) -> int:
             traceback.print_exc()
             return 1
         print(f"toolkit: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room.", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:
-            _drop_output(1)
         return 1
     except Exception:  # a bug of ours: as the interpreter would show it, but redacted
         traceback.print_exc()

@@ -16,7 +16,7 @@ from toolkit.core.errors import ModelError
 from toolkit.models.files import first_line
 from toolkit.models.remote_code import check_links
 from toolkit.models.resolution import check_generates, check_known, config_text, locate, read_config
-from toolkit.models.spec import ModelSpec, Parameter, generic_name, recall, remember
+from toolkit.models.spec import ModelSpec, Parameter, complete_plan, recall, remember
 from toolkit.models.structure import (
     Routed,
     check_text_part,
@@ -186,13 +186,8 @@ def _spec(
 
 
 def _tp_plan(module: PreTrainedModel) -> dict[str, str]:
-    """Return the class's plan, with a rule that transformers forgets: a trained activation (xIELU) sees a rank's part alone."""
-    plan = dict(module.tp_plan or {})
-    for name, child in module.named_modules():
-        part, _, leaf = generic_name(name).rpartition(".")
-        if leaf == "act_fn" and f"{part}.down_proj" in plan and any(True for _ in child.parameters()):
-            plan.setdefault(f"{part}.act_fn", "replicated_with_grad_allreduce")
-    return plan
+    """Return the class's plan, whole."""
+    return complete_plan(module.tp_plan or {}, (name for name, _ in module.named_parameters()))
 
 
 def _copied(module: PreTrainedModel) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,17 @@ ROLES = ("embedding", "layer", "expert", "router", "norm", "head", "other")
 def generic_name(name: str) -> str:
     """Return the name of a module or parameter as plans have it: without PEFT's own parts, and with `*` for a layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+
+
+def complete_plan(plan: Mapping[str, str], parameters: Iterable[str]) -> dict[str, str]:
+    """Return a tensor-parallel plan with the rule that transformers forgets: of a trained activation (xIELU), which sees a part."""
+    whole = dict(plan)
+    for name in parameters:
+        module = generic_name(name).rpartition(".")[0]
+        part, _, leaf = module.rpartition(".")
+        if leaf == "act_fn" and f"{part}.down_proj" in plan:
+            whole.setdefault(module, "replicated_with_grad_allreduce")
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,18 +135,17 @@ class ModelSpec(Result):
         """Return the same model with another tensor-parallel plan.
 
         Raises:
-            ModelError: for a rule that names neither a parameter nor a module with one.
+            ModelError: for a rule that names no module with parameters.
         """
         parameters = [name for parameter in self.parameters for name in self.names_of(parameter.name)]
-        names = dict.fromkeys(generic_name(name) for name in parameters)
-        names |= dict.fromkeys(name.rpartition(".")[0] for name in names)
+        names = dict.fromkeys(generic_name(name).rpartition(".")[0] for name in parameters)
         if unknown := [name for name in plan if name not in names]:
             close = difflib.get_close_matches(generic_name(unknown[0]), names, n=1, cutoff=0)
             raise ModelError(
-                f"tp_plan: {unknown[0]!r} names no weights of {self.architecture}: expected a module or parameter, with * for "
+                f"tp_plan: {unknown[0]!r} names no weights of {self.architecture}: expected a module, with * for "
                 f"a layer's number, such as {close[0]!r}."
             )
-        return dataclasses.replace(self, tp_plan=dict(plan), own_tp_plan=True)
+        return dataclasses.replace(self, tp_plan=complete_plan(plan, parameters), own_tp_plan=True)
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of a parameter, its own first: tied weights have several."""

@@ -25,7 +25,7 @@ from toolkit.engines.mesh.plan import (
     transfers,
 )
 from toolkit.engines.mesh.styles import group_heads, planned, register_shared, register_summed, share_inputs
-from toolkit.engines.optimizer_step import average_gradients, scale_gradients, total_norm
+from toolkit.engines.optimizer_step import average_gradients
 from toolkit.engines.records import Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
 from toolkit.engines.states import parameters_of, policy_dtypes, trained_elements
@@ -239,9 +239,7 @@ class Mesh(Engine):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._replicas is not None:
             average_gradients(gradients, self._replicas)
-        norm = total_norm(gradients)
-        scale_gradients(gradients, norm, limit)
-        return norm
+        return super().clip(parameters, limit)
 
     def split(self, job: Job, model: Any, mesh: Any, names: Collection[str]) -> None:
         """Split the parameters of these names over a `tp` mesh before they are read: those of a pipeline's stage."""

@@ -297,7 +297,7 @@ class Pipeline(SimulatedPipeline):
         dist.all_reduce(squares, group=runtime.group)
         total = squares.sqrt()
         scale_gradients(gradients, total, limit)
-        return total
+        return total.float()
 
     def shards(self, prepared: Prepared, create: bool = False) -> Iterable[Shard]:
         """Yield this rank's parameters, moments and those buffers that its stages use."""

@@ -12,7 +12,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec, places_of
 from toolkit.engines.pipeline.sharding import sharded
-from toolkit.engines.pipeline.walk import Walk, hidden_bytes
+from toolkit.engines.pipeline.walk import Walk, group_of, hidden_bytes
 from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
 from toolkit.engines.simulation import Simulation, blas_workspaces
@@ -91,11 +91,9 @@ class SimulatedPipeline(Engine):
         walk = Walk(ledger, job, {stage: simulation.steps[stage] for stage in stages})
         if sharded(job):
             # Whole in the compute dtype, from the first forward to the last backward of a stage.
-            size, state = job.parallelism.shard_size, simulation.state
-            whole = (
-                state.trainable * size * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype],
-                state.frozen * size,
-            )
+            ranks, state = job.parallelism.shard_size, simulation.state
+            trained = state.trainable * ranks * BYTES_OF[job.compute_dtype] // BYTES_OF[job.weight_dtype]
+            whole = trained, state.frozen * ranks
             gathered = sum(whole)
             ledger.hold("parameters", gathered)
             highest, last_one = _gather_shares(inside, places_of(job, rank))
@@ -105,8 +103,8 @@ class SimulatedPipeline(Engine):
                 walk.sharded[stage] = freed, int(shares[0] * state.trainable)
         walk.run(orders(job)[_place(job, rank)])
         ledger.enter("step")
-        trained = (state for state in parameters_of(local.job) if state.trainable)
-        local.optimizer_step(self.inner.rank_elements(local.job, state) for state in trained)
+        own = (state for state in parameters_of(local.job) if state.trainable)
+        local.optimizer_step(self.inner.rank_elements(local.job, state) for state in own)
         ledger.hold("gradients", -ledger.held["gradients"])
 
     def communication(self, job: Job) -> list[Transfer]:
@@ -158,7 +156,7 @@ def _gather_shares(inside: Job, mine: Collection[int]) -> tuple[float, float]:
         place = next(
             place for name in inside.spec.names_of(state.name) for place in parts.places(name) if place in mine
         )
-        key = place, "" if 0 <= place < parts.count else name_in_spec(state.name).rpartition(".")[0]
+        key = group_of(state.name, parts, place)
         sizes[key] = sizes.get(key, 0) + state.elements
     whole = before = highest = 0
     for _, size in sorted(sizes.items(), key=lambda item: item[0][0]):

@@ -98,12 +98,15 @@ class Walk:
         """Free a stage's whole parameters, and reduce its gradients, module by module (`PipelineStage.perform_reduce_grad`)."""
         ledger, sums, (freed, shard) = self._ledger, self._sums[stage], self.sharded[stage]
         late = self._late.pop(stage, []) if self._wider > 1 else []
-        if late:
+        whole = sum(sums) * self._wider
+        if late and stage in self._added:
             ledger.touch("workspace", max(late) * max(0, self._copied - 1))
             ledger.hold("gradients", -sum(late))
+        elif late:  # nothing was added up: they are reduced as they are
+            whole = sum(late)
         # The input of the reduction takes the place of the module's parameters; its output comes before the gradients are freed.
         ledger.touch("workspace", max(sums) * (self._wider - 1) + max(sums) * shard // sum(sums))
-        ledger.hold("gradients", shard - sum(sums) * self._wider)
+        ledger.hold("gradients", shard - whole)
         ledger.hold("parameters", -freed)
 
     def _walk_inputs(self, stage: int, forward: tuple[int, int, int, int], folded: tuple[int, int, int, int]) -> None:
@@ -168,9 +171,9 @@ def _sums_by_group(step: Sequence[Segment], parts: Anatomy) -> list[int]:
     return list(sums.values())
 
 
-def group_of(name: str, parts: Anatomy) -> tuple[int, str]:
-    """Return what FSDP2 gathers a parameter with: its layer, or its module outside of the layers."""
-    place = (parts.places(name) or [-1])[0]
+def group_of(name: str, parts: Anatomy, place: int | None = None) -> tuple[int, str]:
+    """Return what FSDP2 gathers a parameter with: its layer, or its module outside of the layers. `place`: of a tied one."""
+    place = (parts.places(name) or [-1])[0] if place is None else place
     return place, "" if 0 <= place < parts.count else name_in_spec(name).rpartition(".")[0]
 
 
