@@ -81,7 +81,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ep")
     tiny.mixtral(root / "mixtral")
     tiny.mixtral(root / "balanced", output_router_logits=True, router_aux_loss_coef=0.1)
-    tiny.qwen3_moe(root / "top one", num_experts_per_tok=1)  # Mixtral divides its one weight by itself: no gradient
+    tiny.qwen3_moe(root / "top one", num_experts_per_tok=1)  # Mixtral normalizes its one weight to 1: no gradient
     change_routing(tiny.mixtral(root / "idle"), embedding=0.5, first=1.0)
     tiny.qwen3_moe(root / "qwen3_moe")
     tiny.qwen2_moe(root / "qwen2_moe")
