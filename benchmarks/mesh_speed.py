@@ -287,7 +287,7 @@ def idle_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("schedule", "micro-batches", "formula", "rank", "forecast", "measured", "difference")
     notes = (
         "Share of a step outside forward and backward. formula: (p - 1) / (v m + p - 1), with equal stages.",
-        f"Measured: the step of median length of the last that were kept of {TIMED}.",
+        f"Measured: of {TIMED} steps the last ones are kept, and of these the one of median length is shown.",
     )
     return Table(title="Idle time of pipelines of two ranks", columns=columns, rows=rows, notes=notes)
 

@@ -236,8 +236,8 @@ class Mesh(Engine):
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip by the norm over all meshes. A tensor that lies whole on every tp rank counts once. Under `ddp` average before."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._replicas is not None:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             average_gradients(gradients, self._replicas)
         return super().clip(parameters, limit)
 
