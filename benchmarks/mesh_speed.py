@@ -35,6 +35,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes
+from toolkit.engines.pipeline.stopwatch import KEPT
 from toolkit.engines.played import measured
 
 if TYPE_CHECKING:
@@ -185,9 +186,17 @@ def worker(config: dict[str, Any]) -> None:
         dist.all_gather_object(everywhere, (record.sent, timed))
         if this.prepared.accelerator.is_main_process:
             sent, ran = ([each[part] for each in everywhere] for part in (0, 1))
-            idle = measured(ran).idle if all(ran) else ()
+            idle = idle_of(ran) if all(ran) else []
             found = {"sent": sent, "forecast": forecast_of(job), "idle": idle}
             write(config, {"pairs": pairs[1:], "losses": losses, **found})
+
+
+def idle_of(ran: Sequence[Sequence[Any]]) -> list[float]:
+    """Return the median share of each rank over the steps that all kept."""
+    kept = min(map(len, ran))
+    steps = zip(*(own[len(own) - kept :] for own in ran), strict=True)
+    shares = [measured([[own] for own in step]).idle for step in steps]
+    return [statistics.median(each) for each in zip(*shares, strict=True)]
 
 
 def forecast_of(job: Job) -> list[tuple[str, float]]:
@@ -287,7 +296,7 @@ def idle_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("schedule", "micro-batches", "formula", "rank", "forecast", "measured", "difference")
     notes = (
         "Share of a step outside forward and backward. formula: (p - 1) / (v m + p - 1), with equal stages.",
-        f"Measured: of {TIMED} steps the last ones are kept, and of these the one of median length is shown.",
+        f"Measured: the median of the last {KEPT} of {TIMED} steps.",
     )
     return Table(title="Idle time of pipelines of two ranks", columns=columns, rows=rows, notes=notes)
 
