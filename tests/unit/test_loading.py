@@ -36,7 +36,7 @@ from toolkit.models.resolution import embedded_checkpoint
 from toolkit.training import streamed_weights
 from toolkit.training.loading import load
 from toolkit.training.setup import accelerator as make
-from toolkit.training.weight_reader import Reader
+from toolkit.training.weight_reader import Reader, _moves
 from toolkit.transforms.adapters import _seeded_by_name, adapt, add_adapter, save_packed_weights
 from toolkit.transforms.fused_experts import packed_experts, unpack_experts
 
@@ -538,3 +538,16 @@ def test_an_adapter_has_the_alpha_and_dropout_that_are_given() -> None:
     assert (config.lora_alpha, config.lora_dropout) == (6, 0.1)
     module: Any = made.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     assert (module.scaling["default"], module.lora_dropout["default"].p) == (1.5, 0.1)
+
+
+def test_which_conversions_move_rows_between_ranks() -> None:
+    """Where a rank converts its slice, and not the whole tensor, as transformers 5.23 reads."""
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, PermuteForRope, Transpose
+
+    rows = {0}
+    moved = [Chunk(0), Chunk(1), Concatenate(0), Concatenate(-2), Transpose(0, 1), Transpose(-2, -1), PermuteForRope()]
+    assert all(_moves(step, rows, 2) for step in moved)
+    kept = [Concatenate(1), Concatenate(-1), MergeModulelist(0)]
+    assert not any(_moves(step, rows, 2) for step in kept)
+    assert not _moves(Transpose(1, 2), rows, 3)  # of experts, which ranks share by their number
+    assert not any(_moves(step, set(), 2) for step in moved)

@@ -184,23 +184,32 @@ def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
     """Return a parameter of which this rank has other rows than its part; None if all are right.
 
     transformers 5.23 slices a file's tensor by the parameter's placements and converts the slice: a slice of joined matrices is
-    no joint of their slices. Stacks of experts it handles (`MergeModulelist`).
+    no joint of their slices.
     """
-    divided: dict[str, set[Any]] = {}
     tensor: Any
     for name, tensor in model.named_parameters():
-        if hasattr(tensor, "_local_tensor"):
-            places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            divided[name] = {getattr(place, "dim", None) for place, ranks in places if ranks > 1} - {None}
-    for conversion in conversions:
-        steps = {type(step).__name__: getattr(step, "dim", None) for step in getattr(conversion, "operations", ())}
-        steps.pop("MergeModulelist", None)
-        targets = [re.compile(re.sub(r"\\\d", ".*", target)) for target in conversion.target_patterns]
-        for name, dims in divided.items():
-            wrong = dims and ({"Chunk", "Split"} & steps.keys() or dims & set(steps.values()))
-            if wrong and any(target.search(name) for target in targets):
+        if not hasattr(tensor, "_local_tensor"):
+            continue
+        places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        divided = {getattr(place, "dim", None) for place, ranks in places if ranks > 1} - {None}
+        for conversion in conversions:
+            targets = (re.sub(r"\\\d", ".*", target) for target in conversion.target_patterns)
+            if any(re.search(target, name) for target in targets) and any(
+                _moves(step, divided, tensor.ndim) for step in getattr(conversion, "operations", ())
+            ):
                 return name
     return None
+
+
+def _moves(step: Any, divided: set[Any], dimensions: int) -> bool:
+    """Return whether a step of a conversion makes other rows of a slice than of a whole tensor. Unknown steps do."""
+    kind = type(step).__name__
+    if kind in ("Concatenate", "Interleave"):
+        return step.dim % dimensions in divided
+    if kind == "Transpose":
+        return bool({step.dim0 % dimensions, step.dim1 % dimensions} & divided)
+    # Stacks of experts are sliced as such, and blocks of packed values with their scales.
+    return bool(divided) and kind not in ("MergeModulelist", "_IdentityOp") and "quantize" not in kind.lower()
 
 
 def _conversions(model: PreTrainedModel) -> list[Any]:
