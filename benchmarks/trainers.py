@@ -33,12 +33,13 @@ from toolkit.core.units import format_bytes
 ROWS, SKIPPED = 4, 2
 """Rows of a step; steps that do not count."""
 
+SHARED = ("accelerate", "transformers.models.llama.modeling_llama")
 IMPORTS = {
-    "toolkit": ("accelerate", "transformers", "toolkit", "toolkit.training.rank_run"),
-    "hand-written": ("accelerate", "transformers"),
-    "trl": ("accelerate", "transformers", "trl.trainer.sft_trainer"),
+    "toolkit": (*SHARED, "toolkit", "toolkit.training.rank_run"),
+    "hand-written": SHARED,
+    "trl": (*SHARED, "trl.trainer.sft_trainer"),
 }
-"""Side → what it imports before its memory counts."""
+"""Side → what it imports before its memory counts. transformers imports a model's module, and torch's compiler, when it is built."""
 
 
 def toolkits(folder: Path, steps: int, done: Callable[[], None]) -> None:
