@@ -39,7 +39,7 @@ IMPORTS = {
     "hand-written": SHARED,
     "trl": (*SHARED, "trl.trainer.sft_trainer"),
 }
-"""Side → what it imports before its memory counts. transformers imports a model's module, and torch's compiler, when it is built."""
+"""Side → what it imports before its memory counts. A model's module, and with it torch's compiler, comes when it is built."""
 
 
 def toolkits(folder: Path, steps: int, done: Callable[[], None]) -> None:
