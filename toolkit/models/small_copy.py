@@ -98,7 +98,7 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
         }
         sizes = {"head_dim": 2 * width, "num_key_value_heads": groups, "num_attention_heads": heads}
         text.per_layer_config = {
-            layer: {name: sizes[name] for name in first[kind]}
+            layer: {name: sizes.get(name, value) for name, value in first[kind].items()}
             for layer, kind in enumerate(text.layer_types)
             if first[kind]
         }
