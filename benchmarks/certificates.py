@@ -66,7 +66,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
             rows=figures,
         ),
         Table(
-            title="Without a certificate",
+            title=f"Without a certificate: {len(rows) - len(done)}. Tried: {len(rows)} of {len(families())} families",
             columns=("families", "why"),
             rows=[(n, why) for why, n in reasons.most_common()],
         ),

@@ -93,6 +93,13 @@ def test_parameters_of_an_activation_get_the_gradients_of_all_ranks(tmp_path: Pa
     assert tk.guard(tiny.apertus(tmp_path / "apertus"), tk.Strategy(tp=2)).agrees
 
 
+def test_a_model_with_layers_of_several_sizes_has_a_small_copy() -> None:
+    """Each of Gemma 4's layers with full attention has wider heads."""
+    from transformers import AutoConfig
+
+    assert tk.guard(tk.describe(AutoConfig.for_model("gemma4_text")), tk.Strategy(tp=2)).agrees
+
+
 def test_joined_matrices_are_refused_where_ranks_would_read_wrong_rows(tmp_path: Path) -> None:
     """HRM's files join gate and up. transformers divides a rank's slice of both into two matrices."""
     with pytest.raises(tk.StrategyError, match=r"join or divide model\.\w+\.layers\.0\.mlp\.gate_proj\.weight"):

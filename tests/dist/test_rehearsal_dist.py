@@ -53,6 +53,15 @@ def test_a_rank_of_many_holds_what_is_forecast(
     assert result.step_seconds > 0
 
 
+def test_an_own_tensor_parallel_plan_is_rehearsed(spec: ModelSpec) -> None:
+    """Attention, embedding and head stay whole on each rank, which holds more than under the class's plan."""
+    styles = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    own = spec.with_tp_plan({f"model.layers.*.mlp.{name}": style for name, style in styles.items()})
+    ours, theirs = (rehearse(each, Strategy(tp=2), BATCH, ranks=2, rank=1) for each in (own, spec))
+    assert 0.98 <= ours.ratio <= 1.02
+    assert ours.phases["step"] > 1.2 * theirs.phases["step"]
+
+
 def test_the_gradient_of_a_tied_embedding_comes_after_the_layers_copies(tmp_path: Path) -> None:
     """The head's and the embedding's are added when gloo has freed its copy of the first layer's gradients."""
     tied = describe(str(tiny.qwen3(tmp_path / "qwen3", **WIDE, tie_word_embeddings=True)))

@@ -30,14 +30,15 @@ Gave = dict[tuple[int, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with sizes that two ranks cannot share evenly, a Phi-3, and a Qwen3 with two heads of keys.
+    """A Llama with sizes that two ranks cannot share evenly, a Phi-3, a Llama with three heads, a Qwen3 with two heads of keys.
 
-    A Phi-3's products take and give whole tensors.
+    A Phi-3's products take and give whole tensors. The three heads have dropout, and stay whole on each rank.
     """
     root = tmp_path_factory.mktemp("lora")
     tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, intermediate_size=175)
     tiny.phi3(root / "phi3")
     tiny.opt(root / "opt")
+    tiny.llama(root / "three", hidden_size=48, num_attention_heads=3, num_key_value_heads=3, attention_dropout=0.1)
     tiny.qwen3(root / "heads", num_attention_heads=8, head_dim=8)
     return root
 
@@ -55,7 +56,7 @@ def gave(root: Path) -> Gave:
     heads = [("heads", {}), ("lora heads", DROPPED)]
     whole += [cell("opt", "opt", {}), cell("lora opt", "opt", LORA)]
     whole += [cell("ddp", "llama", {}), *(cell(name, "heads", strategy) for name, strategy in heads)]
-    whole += [cell("half", "llama", {}, upto=12)]
+    whole += [cell("half", "llama", {}, upto=12), cell("three", "three", {})]
     groups = [
         (1, [*whole, cell("dropped", "llama", DROPPED, upto=20)]),
         (
@@ -67,6 +68,7 @@ def gave(root: Path) -> Gave:
                 cell("half", "llama", {"tp": 2}, 12, plan=HALF, into="half", saves=[2], export="half-2"),
                 cell("half to zero3", "llama", {"sharding": "zero3"}, 12, **{"from": "half/step-00000002"}),
                 cell("lora opt", "opt", TP, plan=PRODUCTS),
+                cell("three", "three", {"tp": 2}, plan=HALF, export="three-2"),
                 cell("phi3 whole", "phi3", {"tp": 2}, into="phi3-2", saves=[2]),
             ],
         ),
@@ -102,6 +104,7 @@ def gave(root: Path) -> Gave:
         (2, "phi3 whole"),
         (2, "half"),
         (2, "lora opt"),
+        (2, "three"),
         (4, "opt"),
         (4, "llama"),
         (4, "phi3"),
@@ -164,7 +167,8 @@ def test_the_exported_adapter_has_the_layout_of_one_process(gave: Gave, root: Pa
 
 
 @pytest.mark.parametrize(
-    ("count", "name"), [(2, "half"), *((4, name) for name in ("llama", "heads", "lora heads", "ddp", "opt"))]
+    ("count", "name"),
+    [(2, "half"), (2, "three"), *((4, name) for name in ("llama", "heads", "lora heads", "ddp", "opt"))],
 )
 def test_the_export_is_the_trained_model(gave: Gave, count: int, name: str) -> None:
     assert gave[count, name]["logits_error"] <= 1e-6

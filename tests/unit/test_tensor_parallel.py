@@ -116,8 +116,15 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tp_plan": {}}, "no tensor-parallel plan"),
+        ({"tp_plan": {}}, "transformers has no tensor-parallel plan"),
+        ({"tp_plan": {}, "own_tp_plan": True}, "your tp_plan has no rules, so nothing would be split. Choose --tp 1"),
+        ({"tp_plan": {**MLP, "a.attn": "rowwise"}, "heads": 3}, "2 does not divide its 3 attention heads"),
         ({"tp_plan": {"a": "mla_kv_a_proj"}}, "in its plan 'a' has style 'mla_kv_a_proj'"),
+        (
+            {"tp_plan": {"lm_head": "colwise_gather_output"}},
+            "splits one of model.embed_tokens.weight and lm_head.weight",
+        ),
+        ({"config": {"activation_sparsity_pattern": [0.95, 0.0]}}, "its MLP selects values by those of all ranks"),
         ({"config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
         ({"heads": 6, "config": {"num_key_value_heads": 3}}, "2 does not divide its 3 key-value heads. Choose --tp 3."),
         ({"kind": "seq2seq"}, "only causal models of text alone"),

@@ -43,12 +43,16 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     from transformers import AutoConfig
 
     values = copy.deepcopy(spec.config)
+    part = values.get("text_config", values)  # which may have layers of other sizes
+    overrides = part.get("per_layer_config")
+    part.update({"per_layer_config": {}} if overrides else {})
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     text = config.get_text_config(decoder=True)
     heads, groups = _heads(text, unit)
     width = max(8, HIDDEN // heads)
     depth = text.num_hidden_layers
-    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    all_kinds = list(getattr(text, "layer_types", None) or ())
+    kinds = list(dict.fromkeys(all_kinds))
     layers = min(depth, max(LAYERS, stages))
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and any(word in name for word in RANDOM):
@@ -82,8 +86,22 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
         text.output_router_logits = False
     if getattr(text, "sliding_window", None):
         text.sliding_window = WINDOW
+    if getattr(text, "num_kv_shared_layers", 0):  # each kind of layers has one with keys of its own
+        text.num_kv_shared_layers = max(0, layers - max(1, len(kinds)))
+    if getattr(text, "vocab_size_per_layer_input", None):
+        text.vocab_size_per_layer_input = text.vocab_size
     text.max_position_embeddings = min(getattr(text, "max_position_embeddings", 512), 512)
     text.rope_parameters = _plain_rope(getattr(text, "rope_parameters", None))
+    if overrides:
+        first = {
+            kind: overrides.get(str(all_kinds.index(kind)), overrides.get(all_kinds.index(kind))) for kind in kinds
+        }
+        sizes = {"head_dim": 2 * width, "num_key_value_heads": groups, "num_attention_heads": heads}
+        text.per_layer_config = {
+            layer: {name: sizes.get(name, value) for name, value in first[kind].items()}
+            for layer, kind in enumerate(text.layer_types)
+            if first[kind]
+        }
     return config
 
 
