@@ -71,7 +71,6 @@ from IPython.display import HTML
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes, format_step_seconds
-from toolkit.engines.resolution import resolve
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -730,9 +729,7 @@ table(f"precision fp16 on {machine.device.name}", ("sharding", "here"), rows)
 # %% tags=["helper"]
 def check(strategy, machine):
     """Refuse what the engine cannot train there."""
-    resolve(
-        strategy, tk.TrainConfig(), tk.describe("embedded"), tk.hardware(machine).ranks, tk.hardware(machine).device
-    )
+    tk.resolve("embedded", strategy, machine)
 
 
 # %% [markdown]

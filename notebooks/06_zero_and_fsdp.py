@@ -79,7 +79,6 @@ from toolkit.core.display import Table
 from toolkit.core.errors import StrategyError
 from toolkit.core.pictures import picture
 from toolkit.core.units import format_bytes, format_count
-from toolkit.engines.resolution import resolve
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -213,9 +212,8 @@ tk.explore(
 # %% tags=["helper"]
 def settings_of(strategy):
     """What the engine gets of a strategy on eight GPUs."""
-    device = tk.hardware("8x A100-80GB").device
-    job = resolve(strategy, tk.TrainConfig(), tk.describe("embedded"), 8, device)
-    return escape(yaml.safe_dump(json.loads(json.dumps(job.settings)), sort_keys=False))
+    settings = tk.resolve("embedded", strategy, "8x A100-80GB").settings
+    return escape(yaml.safe_dump(json.loads(json.dumps(settings)), sort_keys=False))
 
 
 # %% [markdown]

@@ -78,8 +78,6 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
 from toolkit.core.charts import Bar, bars, curve, figure
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes, format_count, format_step_seconds
-from toolkit.devices.gpu_catalog import CARDS
-from toolkit.engines.resolution import resolve
 from toolkit.forecasting.mesh_picture import draw_mesh
 from toolkit.forecasting.stages import actions_of, schedule_picture
 
@@ -123,7 +121,7 @@ def machine(ranks, card=CARD):
 
 def job_of(strategy, ranks, config=BATCH, spec=LLAMA_8B):
     """A request without open values, for ranks of the card."""
-    return resolve(strategy, config, spec, ranks, tk.hardware(machine(ranks)).device)
+    return tk.resolve(spec, strategy, machine(ranks), config, ranks=ranks)
 
 
 SHOWN = ["L40S", "A100-80GB", "H100-80GB"]
@@ -131,7 +129,8 @@ SHOWN = ["L40S", "A100-80GB", "H100-80GB"]
 
 def within_over_across(name):
     """How many times as fast a card's link within a node is as its part of the network."""
-    return f"{CARDS[name].peer / CARDS[name].network:.0f}"
+    card = tk.hardware(name).device.card
+    return f"{card.peer / card.network:.0f}"
 
 
 def mesh_of(job):
@@ -239,7 +238,7 @@ def play(stages, micro, kind):
     """The schedule of equal stages."""
     strategy = tk.Strategy(pp=stages, pp_schedule=kind)
     config = tk.TrainConfig(accumulation=micro)
-    job = resolve(strategy, config, SMALL, stages, tk.hardware(f"{stages}x cpu").device)
+    job = tk.resolve(SMALL, strategy, f"{stages}x cpu", config)
     return job.engine.play(job, [(1.0, 2.0)] * len(job.settings["stages"]))
 
 
@@ -844,7 +843,8 @@ assert gradients_of(pipeline) < gradients_of(transfers(tk.Strategy(sharding="zer
 # within a node as across, by card. Then let the forecast decide:
 
 # %%
-links = [(name, f"{CARDS[name].peer:,}", f"{CARDS[name].network:,}", within_over_across(name)) for name in SHOWN]
+cards = {name: tk.hardware(name).device.card for name in SHOWN}
+links = [(name, f"{card.peer:,}", f"{card.network:,}", within_over_across(name)) for name, card in cards.items()]
 table("GB/s of a GPU, one way", ("card", "within a node", "across", "times as fast"), links)
 
 # %% [markdown]

@@ -17,7 +17,7 @@ from toolkit.diagnosis import diagnose, environment
 from toolkit.engines.losses import loss
 from toolkit.engines.registry import import_plugins
 from toolkit.exporters import export, generate, save, verify
-from toolkit.forecasting import forecast, plan
+from toolkit.forecasting import forecast, plan, resolve
 from toolkit.forecasting.diffs import diff_forecasts
 from toolkit.forecasting.dtype_reports import dtype_report
 from toolkit.forecasting.timelines import timeline
@@ -76,6 +76,7 @@ __all__ = [
     "profile_steps",
     "rehearse",
     "report",
+    "resolve",
     "resume",
     "runs",
     "save",

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import LlavaConfig, OpenAIGPTConfig, T5Config
 
+import toolkit as tk
 from toolkit import Strategy, StrategyError, ToolkitError, TrainConfig, describe, forecast, hardware, plan
 from toolkit.cli import main
 from toolkit.config.run_config import RunConfig
@@ -523,6 +524,18 @@ def test_a_policy_that_cannot_run_is_refused(fields: dict[str, str], said: str) 
     spec = describe(transformers.Qwen2Config(**SHAPE, num_hidden_layers=2, vocab_size=256))
     with pytest.raises(StrategyError, match=said):
         resolve(Strategy(**fields), TrainConfig(), spec, 1 + ("sharding" in fields), hardware("2x cpu").device)
+
+
+def test_a_request_is_resolved_without_a_trace_as_its_forecast_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, config_ = describe(config("llama", 2)), TrainConfig(seq_len=64)
+    job = forecast(spec, Strategy(sharding="zero3"), "8x A100-80GB", config_).job
+    monkeypatch.setattr("toolkit.forecasting.prediction.forecast_job", None)
+    assert tk.resolve(spec, Strategy(sharding="zero3"), "8x A100-80GB", config_) == job
+    assert (job.ranks, job.strategy.precision) == (8, "bf16")
+    with pytest.raises(StrategyError, match="fp16"):
+        tk.resolve(spec, Strategy(sharding="fsdp", precision="fp16"), "2x cpu")
+    with pytest.raises(StrategyError, match="strategy 'zero3': expected Strategy"):
+        tk.resolve(spec, "zero3")  # type: ignore[arg-type]
 
 
 def test_what_a_run_refuses_a_forecast_refuses_with_the_same_sentence() -> None:

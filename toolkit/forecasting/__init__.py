@@ -7,8 +7,8 @@ step time, `prediction` builds the forecast, `plans` builds one for every strate
 """
 
 from toolkit.forecasting.plans import Plan, plan
-from toolkit.forecasting.prediction import forecast, forecast_job
+from toolkit.forecasting.prediction import forecast, forecast_job, resolve
 from toolkit.forecasting.result import Forecast
 from toolkit.forecasting.search import Candidate
 
-__all__ = ["Candidate", "Forecast", "Plan", "forecast", "forecast_job", "plan"]
+__all__ = ["Candidate", "Forecast", "Plan", "forecast", "forecast_job", "plan", "resolve"]

@@ -15,10 +15,11 @@ from toolkit.config.unknown_names import by_name
 from toolkit.core.errors import StrategyError, ToolkitError
 from toolkit.core.units import MiB, ceil_div, format_bytes
 from toolkit.devices.machine import Hardware, hardware
+from toolkit.engines import resolution
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import PARTS, Ledger
 from toolkit.engines.records import on_device
-from toolkit.engines.resolution import default_ranks, resolve
+from toolkit.engines.resolution import default_ranks
 from toolkit.engines.states import checkpoint_bytes, snapshot_bytes
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.expert_placement import check_imbalance, placements
@@ -89,6 +90,31 @@ def forecast(
     return result if result.fits or not advice else _with_advice(result, job, **options)
 
 
+@by_name
+def resolve(
+    model: ModelSpec | str,
+    strategy: Strategy | None = None,
+    on: Hardware | str | None = None,
+    train_config: TrainConfig | None = None,
+    *,
+    ranks: int | None = None,
+) -> Job:
+    """Resolve a request to a job, without an `auto`: its precision, mesh and the engine's settings. Nothing is traced or launched.
+
+    Args:
+        model: a spec, or what `describe` takes.
+        strategy: by default `Strategy()`.
+        on: the machine, or its name; by default this one.
+        train_config: batch and lengths.
+        ranks: processes; by default `default_ranks`.
+
+    Raises:
+        StrategyError: for what this device, model or number of ranks cannot do.
+        ToolkitError: for a model or a machine that is not known.
+    """
+    return resolve_request(model, strategy, on, train_config, ranks=ranks)[0]
+
+
 def resolve_request(
     model: ModelSpec | str | None,
     strategy: Strategy | None = None,
@@ -126,7 +152,7 @@ def resolve_request(
             f"ranks {count}: expected at most {machine.ranks}, one a GPU of {machine.label}. Choose fewer, or a larger machine."
         )
     train_config = train_config or from_dict(TrainConfig, pipeline_rows(strategy.pp))
-    return resolve(strategy, train_config, spec, count, machine.device), machine
+    return resolution.resolve(strategy, train_config, spec, count, machine.device), machine
 
 
 def check_type(name: str, value: Any, kind: type[Any]) -> None:
@@ -145,7 +171,7 @@ def _with_advice(forecast: Forecast, job: Job, **options: Any) -> Forecast:
     for change in (*_idle_devices(forecast), *_smaller_requests(forecast)):
         try:
             strategy, train_config = changed(forecast.strategy, forecast.train_config, change)
-            other = resolve(strategy, train_config, job.spec, change.get("processes", job.ranks), job.device)
+            other = resolution.resolve(strategy, train_config, job.spec, change.get("processes", job.ranks), job.device)
             if strategy.quantized and not forecast.strategy.quantized:
                 check_quantized(job.spec, strategy.adapter, allow_unquantized=False)
             if permanent_bytes(other) > forecast.limit_bytes:
@@ -236,7 +262,7 @@ def fastest_checkpointing(job: Job, machine: Hardware, **options: Any) -> Job | 
     for policy in FASTEST:
         with contextlib.suppress(ToolkitError):
             strategy = dataclasses.replace(job.strategy, activation_checkpointing=policy)
-            other = resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
+            other = resolution.resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
             if forecast_job(other, machine, **options).leaves(MARGIN):
                 return other
     return None
@@ -304,7 +330,7 @@ def _across_nodes(result: Forecast, **options: Any) -> list[str]:
     sharding = "fsdp" if job.strategy.sharding == "none" else job.strategy.sharding
     with contextlib.suppress(ToolkitError):  # an expert-parallel group may need more ranks
         strategy = dataclasses.replace(job.strategy, tp=tp, sharding=sharding)
-        within = resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
+        within = resolution.resolve(strategy, job.train_config, job.spec, job.ranks, job.device)
         other = forecast_job(within, machine, **options)
         fits = "fits" if other.fits else "does not fit"
         if other.tokens_per_second and result.tokens_per_second:
