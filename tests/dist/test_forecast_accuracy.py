@@ -113,10 +113,11 @@ def test_forecasts_are_true(work: Path, tmp_path: Path) -> None:
 MESHES = (
     "Mistral-2-tp2-lora-none",
     "Mistral-4-pp2-fsdp-lora",
+    "Qwen3-4-pp2-looped_bfs-fsdp",
     "Qwen2-MoE-2-tp2-ep2",
     "GPT-NeoX-2-cp2-fsdp_grad_op-chunked",
 )
-"""Cells of `benchmarks/meshes.py`: one of each degree."""
+"""Cells of `benchmarks/meshes.py`: one of each degree, and stages of one rank that end their backwards one after the other."""
 
 
 def test_forecasts_of_every_rank_of_a_mesh_are_true(work: Path, tmp_path: Path) -> None:

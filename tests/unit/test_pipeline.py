@@ -86,6 +86,7 @@ def job(
             ("a layer for each of its weights", "--activation-checkpointing none"),
         ),
         ({"cp": 2, "ranks": 4}, ("--cp", "pp 2")),
+        ({"ep": 2}, ("--ep", "pp 2")),
         ({"compile": True}, ("--compile", "pp 2")),
         ({"ranks": 4}, ("4 ranks", "Choose sharding 'fsdp', or 2 processes")),
         ({"ranks": 3}, ("pp 2", "3 ranks", "multiple of 2")),

@@ -117,7 +117,7 @@ def stages_table(pipeline: Mapping[str, Any], picture: str = "", ran: Mapping[st
         peak = format_bytes(stage["peak_bytes"]) + ", the fullest" * (stage["rank"] == pipeline["fullest_rank"])
         shares = [stage["idle"], *([ran["idle"][number % len(ran["idle"])]] if ran else [])]
         cells = (*sizes, *times, stage["in_flight"], peak, *(f"{share:.1%}" for share in shares))
-        rows.append((number, stage["rank"], f"{first}–{end - 1}", *cells))
+        rows.append((number, stage["rank"], str(first) if end == first + 1 else f"{first}–{end - 1}", *cells))
     notes = [
         f"{pipeline['slots']} Weights are in half precision. equal slots: as many on each stage, without balancing.",
         f"Ranks wait {pipeline['idle_share']:.1%} of a step on average, by the schedule {pipeline['schedule']} as played; with "
