@@ -3,14 +3,16 @@
     python benchmarks/load_peak.py                     # results into benchmarks/results/load_peak.json and .md
     python benchmarks/load_peak.py --smoke             # whether it still runs
 
-Each line is one run of a Llama in bfloat16. A rank keeps its parameters and quantization constants. Figures of the fullest
-rank: the CPU allocator's highest total in the phases load and prepare, and the process's own memory (RssAnon: without pages of
-files that are only mapped) above what it had before the first tensor. The bound is 1.15 times what a rank keeps, the largest
-parameter in the file's dtype, and 64 MiB.
+Each line is one run of a Llama in bfloat16. States: a rank's parameters, masters and quantization constants. Kept: all that is
+allocated when `prepare` has ended, with the gradients' buckets of DDP and DeepSpeed, which stay for the whole training. Figures of
+the fullest rank: the CPU allocator's highest total in the phases load and prepare, and the process's own memory (RssAnon: without
+pages of files that are only mapped) above what it had before the first tensor. The bound is 1.15 times what a rank keeps, the
+largest parameter in the file's dtype, and 64 MiB. The results are written after each line.
 """
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 from pathlib import Path
@@ -100,6 +102,7 @@ def worker(config: dict[str, Any]) -> None:
     from toolkit import measurement
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
+    from toolkit.core.phases import phase
     from toolkit.forecasting import forecast
     from toolkit.models import describe
     from toolkit.training import loading
@@ -125,6 +128,9 @@ def worker(config: dict[str, Any]) -> None:
     model, _ = loading.load(accelerator, allow_unquantized=True)
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
     objects = prepare(accelerator, model, optimizer)
+    gc.collect()
+    with phase("step"):  # it begins with what is there
+        pass
     own = resident.stop()  # the window's own records come after it
     window.close()
     measured = window.result()
@@ -133,7 +139,8 @@ def worker(config: dict[str, Any]) -> None:
         "phases": measured.phases,
         "resident": own,
         "reason": measured.reason,
-        "kept": state.parameters + state.master,
+        "states": state.parameters + state.master,
+        "kept": measured.phases["step"],
         "forecast": {phase: expected.phases[phase] for phase in ("load", "prepare")},
     }
     every = gather_object([found])
@@ -148,6 +155,7 @@ def measure(case: dict[str, Any], folder: Path, largest: int) -> dict[str, Any]:
     return {
         **case,
         "reason": ranks[0]["reason"],
+        "states_bytes": [rank["states"] for rank in ranks],
         "kept_bytes": [rank["kept"] for rank in ranks],
         "bound_bytes": [int(1.15 * rank["kept"]) + largest + 64 * MiB for rank in ranks],
         "load_peak_bytes": [rank["phases"].get("load") for rank in ranks],
@@ -159,7 +167,7 @@ def measure(case: dict[str, Any], folder: Path, largest: int) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]], weights: int) -> Table:
     """Return a row for each case, of the fullest rank in each column."""
-    names = ("kept", "load_peak", "prepare_peak", "resident_peak", "bound")
+    names = ("states", "kept", "load_peak", "prepare_peak", "resident_peak", "bound")
 
     def cells(row: dict[str, Any]) -> list[str]:
         sizes = [max(size or 0 for size in row[f"{name}_bytes"]) for name in names]
@@ -172,6 +180,7 @@ def table(results: list[dict[str, Any]], weights: int) -> Table:
         "ranks",
         "tp",
         "pp",
+        "states",
         "kept",
         "load",
         "prepare",
@@ -198,19 +207,24 @@ def main() -> None:
         folder = checkpoint(Path(scratch), given.hidden)
         spec = describe(folder)
         largest = max(parameter.elements for parameter in spec.parameters) * 2
-        results = [measure(case, folder, largest) for case in cases]
-    text = table(results, spec.elements).text()
-    result = {**about(), "model": {"parameters": spec.elements, "largest_bytes": largest}, "results": results}
+        facts, results = {**about(), "model": {"parameters": spec.elements, "largest_bytes": largest}}, list[Any]()
+        for case in cases:
+            results.append(measure(case, folder, largest))
+            text, remark = table(results, spec.elements).text(), summary(results)
+            write_results(given.results, "load_peak", "Load peaks", {**facts, "results": results}, text, remark)
+    print(text)
+    print(remark)
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """Return how many cases are within the bound."""
     over = [
         row for row in results if max(*row["prepare_peak_bytes"], *row["resident_peak_bytes"]) > min(row["bound_bytes"])
     ]
-    remark = (
+    return (
         f"{len(results) - len(over)} of {len(results)} cases are within the bound, with both figures. The forecast counts the "
         "moments, too: a run that writes checkpoints makes them before its first step."
     )
-    write_results(given.results, "load_peak", "Load peaks", result, text, remark)
-    print(text)
-    print(remark)
 
 
 if __name__ == "__main__":
