@@ -107,8 +107,10 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
 def _check_experts(strategy: Strategy, ranks: int) -> None:
     """Refuse groups of experts that the ranks of one copy of the model cannot be divided into."""
     ep, tp, copy = strategy.ep, strategy.tp, ranks // strategy.dp_replicate // strategy.pp
-    if ep == 1 or strategy.pp > 1:  # a pipeline refuses them
+    if ep == 1:
         return
+    if strategy.pp > 1:
+        raise StrategyError(f"--ep does not run with pp {strategy.pp} yet. Leave it out, or choose --pp 1.")
     if ep % tp:
         raise StrategyError(f"ep {ep} is no multiple of tp {tp}. Choose --ep {ceil_div(ep, tp) * tp}, or --tp 1.")
     if copy % ep:

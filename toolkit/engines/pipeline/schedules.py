@@ -56,11 +56,9 @@ def refuse(job: Job) -> None:
             raise StrategyError(
                 f"{name} {value!r} does not run with pp {pp}: {why}. Choose {name} {' or '.join(choices)}, or --pp 1."
             )
-    for name in ("cp", "ep"):
-        if getattr(strategy, name) > 1:
+    for name, given in (("cp", strategy.cp > 1), ("compile", strategy.compile)):
+        if given:
             raise StrategyError(f"--{name} does not run with pp {pp} yet. Leave it out, or choose --pp 1.")
-    if strategy.compile:
-        raise StrategyError(f"--compile does not run with pp {pp} yet. Leave it out, or choose --pp 1.")
     if strategy.sharding != "none" and job.parallelism.dp_size < 2:
         raise StrategyError(
             f"{strategy.label} needs at least {2 * job.ranks} ranks, two for each part of the model; got {job.ranks}. Choose "
