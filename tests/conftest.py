@@ -57,15 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=tier)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests for a GPU where torch has none."""
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs an NVIDIA GPU and torch with CUDA")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import without collections, and leave it out of later ones: measurements ask for one each, over a million objects."""

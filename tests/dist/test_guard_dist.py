@@ -102,7 +102,9 @@ def test_a_model_with_layers_of_several_sizes_has_a_small_copy() -> None:
 
 def test_joined_matrices_are_refused_where_ranks_would_read_wrong_rows(tmp_path: Path) -> None:
     """HRM's files join gate and up. transformers divides a rank's slice of both into two matrices."""
-    with pytest.raises(tk.StrategyError, match=r"join or divide model\.\w+\.layers\.0\.mlp\.gate_proj\.weight"):
+    with pytest.raises(
+        tk.StrategyError, match=r"hold model\.\w+\.layers\.0\.self_attn\.q_proj\.weight in another layout"
+    ):
         tk.guard(tiny.hrm(tmp_path / "hrm"), tk.Strategy(tp=2))
 
 

@@ -34,6 +34,12 @@ from toolkit.transforms import chunked_loss
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a chunk, and one that is smaller."""
+    monkeypatch.setattr(chunked_loss, "BLOCK", 3)
+
+
 def labels(rows: int = 3, length: int = 17, vocabulary: int = 64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(0, vocabulary, (rows, length), generator=generator)
@@ -161,7 +167,7 @@ def pair(family: str, kind: str = "cpu", **fields: Any) -> tuple[Any, Any]:
 
 def chunk(model: Any) -> Any:
     job = resolve(tk.Strategy(loss="chunked"), tk.TrainConfig(), None, 1, tk.hardware("1x cpu").device)
-    with patch.object(chunked_loss, "ROWS", 2):
+    with patch.object(chunked_loss, "ROWS", 14):  # half of it for so few tokens
         return job.transforms[-1].apply(model, job)
 
 
@@ -241,6 +247,8 @@ def test_chunks_take_a_small_part_of_the_memory() -> None:
         return max(itertools.accumulate(sizes))
 
     assert peak(chunks) <= 0.38 * peak(whole)
+    chunk_bytes, copied = 4 * 128 * 8192, 4 * hidden.numel()
+    assert peak(chunks) <= 4 * weight.numel() + chunk_bytes + 2 * copied
 
 
 def test_adapters_and_the_chunked_loss() -> None:

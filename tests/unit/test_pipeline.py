@@ -87,6 +87,7 @@ def job(
         ),
         ({"cp": 2, "ranks": 4}, ("--cp", "pp 2")),
         ({"ep": 2}, ("--ep", "pp 2")),
+        ({"ep": 2, "ranks": 3}, ("--ep", "pp 2")),
         ({"compile": True}, ("--compile", "pp 2")),
         ({"ranks": 4}, ("4 ranks", "Choose sharding 'fsdp', or 2 processes")),
         ({"ranks": 3}, ("pp 2", "3 ranks", "multiple of 2")),
@@ -154,7 +155,9 @@ def test_data_parallel_ranks_of_a_stage_read_different_rows() -> None:
         (pp, dp, tp) for pp in range(2) for dp in range(2) for tp in range(2)
     ]
     assert list(made.parallelism.loss_ranks()) == [4, 6]
-    assert job(ranks=8, sharding="fsdp", accumulation=32).global_batch == 32 * 4 * TrainConfig().micro_batch
+    rows = TrainConfig(micro_batch=8, accumulation=32)
+    four = resolve(Strategy(pp=2, sharding="fsdp"), rows, describe(LLAMA), 8, hardware("8x cpu").device)
+    assert four.global_batch == 8 * 32 * 4 == 1024
 
 
 def test_fsdp_shards_the_states_of_a_stage_between_steps() -> None:

@@ -124,7 +124,10 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
             {"tp_plan": {"lm_head": "colwise_gather_output"}},
             "splits one of model.embed_tokens.weight and lm_head.weight",
         ),
-        ({"config": {"activation_sparsity_pattern": [0.95, 0.0]}}, "its MLP selects values by those of all ranks"),
+        (
+            {"config": {"activation_sparsity_pattern": [0.95, 0.0]}},
+            "its MLP selects activations by their mean over the whole MLP",
+        ),
         ({"config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
         ({"heads": 6, "config": {"num_key_value_heads": 3}}, "2 does not divide its 3 key-value heads. Choose --tp 3."),
         ({"kind": "seq2seq"}, "only causal models of text alone"),

@@ -93,11 +93,11 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
     """
     fixed = {"pp": strategy.pp, "cp": strategy.cp, "tp": strategy.tp}
     product = math.prod(fixed.values())
+    _check_experts(strategy, ranks)
     if ranks % product:
         named = ", ".join(f"{name} {size}" for name, size in fixed.items() if size > 1)
         raise StrategyError(f"{named} does not divide {count_ranks(ranks)}. Choose a multiple of {product} processes.")
     data = ranks // product
-    _check_experts(strategy, ranks)
     kind = SHARDINGS[strategy.sharding].data_parallel
     _check_data_parallel(strategy, kind, data, product)
     replicate = data if kind == "replicate" else strategy.dp_replicate
@@ -106,11 +106,11 @@ def resolve_parallelism(strategy: Strategy, ranks: int) -> Parallelism:
 
 def _check_experts(strategy: Strategy, ranks: int) -> None:
     """Refuse groups of experts that the ranks of one copy of the model cannot be divided into."""
-    ep, tp, copy = strategy.ep, strategy.tp, ranks // strategy.dp_replicate // strategy.pp
+    ep, tp, copy = strategy.ep, strategy.tp, ranks // strategy.dp_replicate
     if ep == 1:
         return
     if strategy.pp > 1:
-        raise StrategyError(f"--ep does not run with pp {strategy.pp} yet. Leave it out, or choose --pp 1.")
+        raise StrategyError(f"--ep does not run with pp {strategy.pp} yet. Leave --ep out, or choose --pp 1.")
     if ep % tp:
         raise StrategyError(f"ep {ep} is no multiple of tp {tp}. Choose --ep {ceil_div(ep, tp) * tp}, or --tp 1.")
     if copy % ep:

@@ -83,7 +83,7 @@ class Reader:
         used = [conversion for conversion in getattr(model, "_weight_conversions", None) or () if conversion.was_used()]
         if misread := _misread(model, used):
             raise ModelError(
-                f"model {self.spec.name!r}: its files join or divide {misread} in a form of which transformers reads wrong rows "
+                f"model {self.spec.name!r}: its files hold {misread} in another layout, of which transformers reads wrong rows "
                 "where ranks share a matrix. Choose --tp 1 --ep 1."
             )
         self._complete(model, _conversions(model) if self.spec.quantization else used)  # dequantized: saved whole
@@ -202,7 +202,10 @@ def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
 
 
 def _moves(step: Any, divided: set[Any], dimensions: int) -> bool:
-    """Return whether a step of a conversion makes other rows of a slice than of a whole tensor. Unknown steps do."""
+    """Return whether a step of a conversion puts other rows into a rank's slice than the whole tensor has there.
+
+    Unknown steps do.
+    """
     kind = type(step).__name__
     if kind in ("Concatenate", "Interleave"):
         return step.dim % dimensions in divided

@@ -134,18 +134,20 @@ def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 
 def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
-    tp, styles = sizes.tp, (*COLWISE, *ROWWISE, SUMMED)
+    tp, divides = sizes.tp, (*COLWISE, *ROWWISE)
+    styles = (*divides, SUMMED)
     plan = {name: style for name, style in plan_of(spec, sizes).items() if name not in spec.ep_plan}
     odd = [f"{name!r} has style {style!r}" for name, style in plan.items() if style not in styles]
-    whole = [group for group in spec.tied if 0 < sum(style_of(name, plan) in styles for name in group) < len(group)]
-    untied = whole[0] if whole else ()
+    halves = [group for group in spec.tied if 0 < sum(style_of(name, plan) in divides for name in group) < len(group)]
+    half = " and ".join(halves[0]) if halves else ""
+    selects = any(spec.config.get("activation_sparsity_pattern") or ()) and any(".mlp." in name for name in plan)
     for refused, reason in (
         (spec.moe is not None and sizes.ep == 1, f"it has experts, and only dense models run without --ep {tp}"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (spec.own_tp_plan and not spec.tp_plan, "your tp_plan has no rules, so nothing would be split"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
-        (any(spec.config.get("activation_sparsity_pattern") or ()), "its MLP selects values by those of all ranks"),
-        (untied, f"its plan splits one of {' and '.join(untied)}, which are tied, and leaves the other whole"),
+        (selects, "its MLP selects activations by their mean over the whole MLP"),
+        (half, f"its plan splits one of {half}, which are tied, and leaves the other whole"),
         (odd, f"in its plan {''.join(odd[:1])}, and only {', '.join(styles)} are known"),
     ):
         if refused:
@@ -160,7 +162,10 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
             yield f"{tp} does not divide its {count} {what}. Choose --tp {fits[0] if fits else 1}."
     for name in DROPOUTS:
         if isinstance(rate := spec.config.get(name), int | float) and rate > 0:
-            yield f"{name} is {rate:g}: ranks draw one mask for other heads. Set it to 0 in config.json, or --tp 1."
+            yield (
+                f"{name} is {rate:g}, and each rank would draw the same mask for other heads. "
+                f"Set {name} to 0 in config.json, or choose --tp 1."
+            )
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:

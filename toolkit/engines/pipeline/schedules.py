@@ -58,7 +58,7 @@ def refuse(job: Job) -> None:
             )
     for name, given in (("cp", strategy.cp > 1), ("compile", strategy.compile)):
         if given:
-            raise StrategyError(f"--{name} does not run with pp {pp} yet. Leave it out, or choose --pp 1.")
+            raise StrategyError(f"--{name} does not run with pp {pp} yet. Leave --{name} out, or choose --pp 1.")
     if strategy.sharding != "none" and job.parallelism.dp_size < 2:
         raise StrategyError(
             f"{strategy.label} needs at least {2 * job.ranks} ranks, two for each part of the model; got {job.ranks}. Choose "
