@@ -6,7 +6,7 @@
 Each line is one run of a Llama in bfloat16. States: a rank's parameters, masters and quantization constants. Kept: all that is
 allocated when `prepare` has ended, with the gradients' buckets of DDP and DeepSpeed, which stay for the whole training. Figures of
 the fullest rank: the CPU allocator's highest total in the phases load and prepare, and the process's own memory (RssAnon: without
-pages of files that are only mapped) above what it had before the first tensor. The bound is 1.15 times what a rank keeps, the
+pages of files that are only mapped) above what it had before the first tensor. The bound is 1.15 times the states, the
 largest parameter in the file's dtype, and 64 MiB. The results are written after each line.
 """
 
@@ -140,7 +140,7 @@ def worker(config: dict[str, Any]) -> None:
         "resident": own,
         "reason": measured.reason,
         "states": state.parameters + state.master,
-        "kept": measured.phases["step"],
+        "kept": measured.phases.get("step"),
         "forecast": {phase: expected.phases[phase] for phase in ("load", "prepare")},
     }
     every = gather_object([found])
@@ -157,7 +157,7 @@ def measure(case: dict[str, Any], folder: Path, largest: int) -> dict[str, Any]:
         "reason": ranks[0]["reason"],
         "states_bytes": [rank["states"] for rank in ranks],
         "kept_bytes": [rank["kept"] for rank in ranks],
-        "bound_bytes": [int(1.15 * rank["kept"]) + largest + 64 * MiB for rank in ranks],
+        "bound_bytes": [int(1.15 * rank["states"]) + largest + 64 * MiB for rank in ranks],
         "load_peak_bytes": [rank["phases"].get("load") for rank in ranks],
         "prepare_peak_bytes": [rank["phases"].get("prepare") for rank in ranks],
         "resident_peak_bytes": [rank["resident"] for rank in ranks],
