@@ -136,7 +136,9 @@ class Stage:
             batch = with_trained(batch)
         marked = phase("forward") if torch.is_grad_enabled() else nullcontext()
         with marked, masks_known_from(batch), self._autocast():
-            inputs = to_device(batch, self._accelerator.device)
+            # Labels reach the last stage's device alone.
+            out = () if self.is_last and not logits else ("labels", "trained")
+            inputs = to_device({name: one for name, one in batch.items() if name not in out}, self._accelerator.device)
             if not self.is_first:
                 inputs |= {"inputs_embeds": given}
                 del inputs["input_ids"]
@@ -146,7 +148,6 @@ class Stage:
                     loss = loss_sum(self.model, inputs, self._kind)
                     self.sums.append(loss.detach())
                     return loss
-                inputs = {name: each for name, each in inputs.items() if name not in ("labels", "trained")}
                 if self.is_last:
                     return cast("torch.Tensor", self.model(**inputs, use_cache=False).logits)
                 self.model.base_model(**inputs, use_cache=False)
