@@ -6,6 +6,7 @@ are made there too, so a chunk's logits are freed at once. Outside of `losses.lo
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -243,10 +244,11 @@ def _product(x: Any, weight: Any, out: Any) -> Any:
     """Return x @ weight, in the first rows of `out` if it is given."""
     import torch
 
-    if not _by_onednn(x):
-        return torch.mm(x, weight, out=out[: len(x)])
-    made = torch.ops.mkldnn._linear_pointwise(x, weight.t(), None, "none", [], "")
-    return made if out is None else out.copy_(made)
+    if _by_onednn(x):
+        with suppress(RuntimeError):  # short of memory, of which torch's own product may need less, or says so
+            made = torch.ops.mkldnn._linear_pointwise(x, weight.t(), None, "none", [], "")
+            return made if out is None else out.copy_(made)
+    return torch.mm(x, weight, out=None if out is None else out[: len(x)])
 
 
 def _log_softmax(logits: Any, group: Any, lse: Any, largest: Any, total: Any) -> None:
