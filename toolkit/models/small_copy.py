@@ -43,9 +43,9 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     from transformers import AutoConfig
 
     values = copy.deepcopy(spec.config)
-    part = values.get("text_config", values)  # which may have layers of other sizes
-    overrides = part.get("per_layer_config")
-    part.update({"per_layer_config": {}} if overrides else {})
+    part = values.get("text_config") or values
+    if overrides := part.get("per_layer_config"):  # of layers of other sizes; without the key the class draws its own
+        part["per_layer_config"] = {}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     text = config.get_text_config(decoder=True)
     heads, groups = _heads(text, unit)

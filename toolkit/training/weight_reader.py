@@ -187,14 +187,14 @@ def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
     no joint of their slices.
     """
     tensor: Any
+    targets = [[re.sub(r"\\\d", ".*", target) for target in each.target_patterns] for each in conversions]
     for name, tensor in model.named_parameters():
         if not hasattr(tensor, "_local_tensor"):
             continue
         places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         divided = {getattr(place, "dim", None) for place, ranks in places if ranks > 1} - {None}
-        for conversion in conversions:
-            targets = (re.sub(r"\\\d", ".*", target) for target in conversion.target_patterns)
-            if any(re.search(target, name) for target in targets) and any(
+        for conversion, patterns in zip(conversions, targets, strict=True):
+            if any(re.search(pattern, name) for pattern in patterns) and any(
                 _moves(step, divided, tensor.ndim) for step in getattr(conversion, "operations", ())
             ):
                 return name
