@@ -74,6 +74,12 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
             forward_backward(accelerator, ours.model, others * config.accumulation)
         except ToolkitError as error:
             refused.append(str(error))
+    if sizes.pp > 1:
+        row, shorter = ({name: column[None, :end] for name, column in rows[0].items()} for end in (SEQ_LEN, SEQ_LEN - 1))
+        try:
+            forward_backward(accelerator, ours.model, [row] * (config.accumulation - 1) + [shorter])
+        except ToolkitError as error:
+            refused.append(str(error))
     batches = iter(accelerator.prepare(DataLoader(rows, batch_size=config.micro_batch)))
     while micro_batches := list(itertools.islice(batches, config.accumulation)):
         loss = forward_backward(accelerator, ours.model, micro_batches)
@@ -100,12 +106,20 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
     return {"steps": taken, "refused": refused}
 
 
+def ragged(batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same batches, the last of which has a row less, as an evaluation's rows need not fill it."""
+    *others, last = batches
+    return [*others, {name: column[:-1] for name, column in last.items()}]
+
+
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
     from accelerate.utils import gather_object
 
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
+    from toolkit.engines.pipeline import stages
+    from toolkit.engines.upstream import patched
     from toolkit.exporters import save, verify
     from toolkit.models import describe
     from toolkit.training.loop import train
@@ -135,12 +149,20 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if saver and start in cell.get("saves", ()):  # what was read, as this strategy writes it
         saver.save(start)
     called = collectives.Collectives(ours.job.ranks)
-    with called if cell.get("counts") else contextlib.nullcontext():
+    copied: list[list[str]] = []  # by each forward of a stage, to the device
+    to_device, forwards, audits = stages.to_device, [], []
+
+    def copy(columns: dict[str, Any], device: Any) -> Any:
+        copied.append(sorted(columns))
+        return to_device(columns, device)
+
+    with called if cell.get("counts") else contextlib.nullcontext(), patched(stages, to_device=copy):
         for step in train(ours, batches, schedule, start=start):
             steps.append([step.loss, step.grad_norm, step.tokens])
             loads.append(step.experts)
+            forwards.append(len(copied))
             if step.step in (start + 1, cell["upto"]):  # at the end, too, replicas are equal
-                audit(ours, gradients=step.gradients)
+                audits.append(str(audit(ours, gradients=step.gradients)))
             if saver and step.step in cell.get("saves", ()):
                 saver.save(step.step)
             if step.step == cell["upto"]:
@@ -152,6 +174,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
     counted = gather_object([ours.job.engine.counters(ours).steps])
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads, "counted": counted}
+    measured["forwards"], measured["copied"] = gather_object([forwards]), gather_object([copied[:1]])
+    measured["audits"] = audits
+    if dp_size == 1:
+        measured["ragged"] = evaluate(ours, ragged(loader(spec.vocab, 7, 8, 0, 1, rows_are)))
     measured["calls"], measured["sent"] = called.number, called.bytes
     measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)

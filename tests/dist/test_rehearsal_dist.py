@@ -39,6 +39,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"sharding": "fsdp"}, 256, 37),
         ({"sharding": "hsdp", "dp_replicate": 4, "adapter": "lora", "precision": "bf16"}, 64, 63),
         ({"sharding": "fsdp_grad_op", "tp": 2, "loss": "chunked"}, 64, 1),
+        ({"sharding": "fsdp", "cp": 2}, 64, 33),
         ({"sharding": "fsdp", "precision": "bf16", "mlp_tiles": 2}, 256, 200),
         # More ranks than rows: the padding of a layer outweighs the head, and gloo's copy of its gradients is in the peak.
         ({"sharding": "fsdp", "precision": "bf16"}, 2048, 1000),

@@ -245,7 +245,7 @@ class Strategy(Result):
     pp: int = amount(
         1,
         "pipeline parallelism: ranks that each hold some layers; with none, ddp, and fsdp or hsdp, which keep a stage whole within "
-        "a step, and shard it between steps",
+        "a step, and shard it between steps (ZeRO-1)",
         least=1,
     )
     pp_schedule: str = choice(

@@ -56,7 +56,8 @@ class Rehearsal(Result):
     forecast_peak_bytes: int
     """Of the fullest rank; of a pipeline, of this rank's stages."""
     sent_bytes: int
-    """What the rank would send in a step, by the forecast."""
+    """What the rank would send in a step, counted at its collectives."""
+    forecast_sent_bytes: int
     step_seconds: float
     """Of the third step, without any communication, on this machine."""
 
@@ -68,7 +69,11 @@ class Rehearsal(Result):
     def tables(self) -> list[Table]:
         """Return measured and forecast bytes by phase."""
         words = ", ".join(f"{name} {value}" for name, value in self.strategy.items()) or "none"
-        sizes = [(name, self.phases[name], self.forecast_phases.get(name, 0)) for name in PHASES if name in self.phases]
+        sizes = [
+            *((name, self.phases[name], self.forecast_phases.get(name, 0)) for name in PHASES if name in self.phases),
+            ("peak", self.peak_bytes, self.forecast_peak_bytes),
+            ("sent in a step", self.sent_bytes, self.forecast_sent_bytes),
+        ]
         rows = [
             (
                 name,
@@ -76,15 +81,15 @@ class Rehearsal(Result):
                 format_bytes(expected),
                 f"{expected / measured - 1:+.1%}" if measured else "–",
             )
-            for name, measured, expected in (*sizes, ("peak", self.peak_bytes, self.forecast_peak_bytes))
+            for name, measured, expected in sizes
         ]
         notes = (
-            f"A step computes for {format_step_seconds(self.step_seconds)} here, and would send {format_bytes(self.sent_bytes)}. "
-            "Values mean nothing: what other ranks send is not there.",
+            f"A step computes for {format_step_seconds(self.step_seconds)} here. Values mean nothing: what other ranks send is "
+            "not there.",
         )
         title = f"{self.model}, {words}: rank {self.rank} of {self.ranks}"
         subject = "its stages" if "pp" in self.strategy else "fullest rank"
-        columns = ("phase", "measured", f"forecast, {subject}", "difference")
+        columns = ("", "measured", f"forecast, {subject}", "difference")
         return [Table(title=title, columns=columns, rows=rows, notes=notes)]
 
 
@@ -151,7 +156,7 @@ def _joined(job: Job, rank: int, measured: Mapping[str, Any], forecast: Forecast
         rank=rank,
         forecast_phases={name: forecast.phases[name] for name in PHASES if name in forecast.phases},
         forecast_peak_bytes=forecast.peak_bytes,
-        sent_bytes=forecast.communication_bytes,
+        forecast_sent_bytes=forecast.communication_bytes,
         **measured,
     )
 

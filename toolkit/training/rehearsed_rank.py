@@ -161,6 +161,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     from toolkit.training.loop import train
     from toolkit.training.optimizers import make_optimizer, make_schedule
     from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.sent_bytes import SentBytes
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything
 
@@ -186,14 +187,20 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     rows, seconds = _rows(spec.vocab, train_config, separates_documents(spec, joined=False)), 0.0
     rank = prepared(accelerator, (model, optimizer))
     _balance_experts(rank)
+    sent = SentBytes()
     with _other_stages():
         for step in train(rank, rows, schedule):
             seconds = step.seconds
+            if step.step == 1:  # the second step is counted, and the third timed
+                sent.__enter__()
+            elif step.step == 2:
+                sent.__exit__(None, None, None)
     window.close()
     result = window.result()
     if result.peak_bytes is None:
         raise ToolkitError(f"nothing was measured: {result.reason}")
-    return {"phases": dict(result.phases), "peak_bytes": result.peak_bytes, "step_seconds": seconds}
+    total = sum(sent.by_collective.values())
+    return {"phases": dict(result.phases), "peak_bytes": result.peak_bytes, "step_seconds": seconds, "sent_bytes": total}
 
 
 def main(parent: int) -> None:
