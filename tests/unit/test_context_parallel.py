@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.resolution import resolve
 from toolkit.forecasting.tracing import trace
+from toolkit.models.varlen import BOUNDS, document_bounds
 from toolkit.training.model_checks import check_requested
 from toolkit.transforms import context_parallel
-from toolkit.transforms.context_parallel import Rows, attention_kind
+from toolkit.transforms.context_parallel import ROWS, Rows, _register, attention_kind
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -32,6 +35,7 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
     ("fields", "words"),
     [
         ({"compile": True}, ("cp 2", "--compile")),
+        ({"cp_attention": "ring"}, ("'ring' is not available", "'auto'")),
         ({"cp": 8, "ranks": 8, "cp_attention": "ulysses"}, ("cp 8", "4 heads", "gather")),
         ({"cp": 4, "tp": 2, "ranks": 8, "cp_attention": "ulysses"}, ("cp 4", "4 heads over tp 2", "gather")),
         ({"precision": "fp16"}, ("sharding 'fsdp'", "'fp16'", "no loss scaling")),
@@ -55,7 +59,7 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
             ("cp 2", "chunked_attention"),
         ),
     ],
-    ids=["compile", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4"],
+    ids=["compile", "ring", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4"],
 )
 def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(StrategyError) as refused:
@@ -124,6 +128,93 @@ def test_a_mask_sees_what_a_loop_over_tokens_sees(window: int | None, own: bool)
                 seen = key <= query and documents[row, key] == documents[row, query]
                 seen = seen and (window is None or query - key < window) and (padding[row, key] == 1 or key == query)
                 assert mask[row, 0, place, key] == seen
+
+
+RESTARTING = [*range(5), *range(7)]
+"""Positions of two documents in a row of 12 tokens."""
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["ulysses", "gather"])
+@pytest.mark.parametrize(
+    ("positions", "padding"),
+    [
+        ([range(12)], None),
+        ([RESTARTING], None),
+        ([RESTARTING, range(12)], None),
+        ([range(12), range(12)], [[1] * 9 + [0] * 3, [1] * 12]),
+        ([range(12), range(12)], [[0] * 3 + [1] * 9, [1] * 12]),
+        ([range(11)], None),
+    ],
+    ids=["one document", "two", "rows", "padded", "padded before", "odd"],
+)
+def test_the_kernel_of_joined_rows_sees_what_a_mask_shows(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, kind: str, positions: Any, padding: Any
+) -> None:
+    """Windows and documents, rank by rank; what ranks would send is there. The batch gives no bounds, as in a user's own loop."""
+    made = job(
+        attention="sdpa", ranks=3, cp=3, sharding="none", train_config=TrainConfig(seq_len=12), cp_attention="gather"
+    )
+    strategy = dataclasses.replace(made.strategy, cp_attention=kind)
+    monkeypatch.setattr(context_parallel, "_exchange", lambda tensor, group: tensor)
+    monkeypatch.setattr(context_parallel, "_group", lambda job: SimpleNamespace(size=lambda: 1))
+    _register()
+    rows = torch.tensor([list(each) for each in positions])
+    batch = {"input_ids": rows, "position_ids": rows}
+    if padding:
+        batch["attention_mask"] = torch.tensor(padding)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(len(rows), 2, 12, 8) for _ in range(3))
+    module = SimpleNamespace(config=transformers.MistralConfig(), training=False, layer_idx=0)
+    outputs = {}
+    for kernel in ("sdpa", "varlen"):
+        ranked = dataclasses.replace(made, strategy=dataclasses.replace(strategy, attention=kernel))
+        taken = [ranked.split(batch, rank) for rank in range(3)]
+        places = [torch.arange(12)[each[ROWS].part] for each in taken]
+        assert torch.cat(places).sort().values.tolist() == [*range(12)]
+        gathered = torch.cat(places)
+        monkeypatch.setattr(context_parallel, "_gather", lambda tensor, group, order=gathered: tensor[:, :, order])
+        outputs[kernel] = torch.zeros(len(rows), 12, 2, 8)
+        for own, each in zip(places, taken, strict=True):
+            given = {name: each[name] for name in (ROWS, *BOUNDS) if name in each}
+            assert (BOUNDS[0] in given) == (kernel == "varlen" and not (padding and not padding[0][0]))
+            seen = own if kind == "gather" else torch.arange(12)
+            output, _ = context_parallel._attention(
+                kernel, module, query[:, :, seen], key, value, None, scaling=0.3, sliding_window=window, **given
+            )
+            outputs[kernel][:, seen] = output
+    real = torch.tensor(padding or [[1] * 12] * len(rows)).bool()
+    torch.testing.assert_close(outputs["sdpa"][real], outputs["varlen"][real])
+    if kind == "gather" and not padding and len(rows) == 1:
+        assert places[0].tolist() == [0, 1, 10, 11]  # zigzag: equal causal work
+
+
+def test_bounds_alone_tell_where_documents_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a joined row that cp does not divide is lengthened: its last document gets the padding."""
+    monkeypatch.setattr(context_parallel, "_group", lambda job: None)
+    made = job(ranks=2, train_config=TrainConfig(seq_len=7))
+    made = dataclasses.replace(made, strategy=dataclasses.replace(made.strategy, attention="varlen"))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    ids = torch.arange(7)[None]
+    for given in ({"position_ids": positions}, document_bounds(positions)):
+        first, second = (made.split({"input_ids": ids, "labels": ids, **given}, rank) for rank in (0, 1))
+        assert first["position_ids"].tolist() == [[0, 1, 2, 0]]
+        assert second["position_ids"].tolist() == [[1, 2, 3, 4]]
+        assert second["labels"].tolist() == [[4, 5, 6, -100]]
+        assert [second[name] if name.startswith("max") else second[name].tolist() for name in BOUNDS] == [
+            [0, 3, 8], [0, 3, 8], 5, 5,
+        ]  # fmt: skip
+
+
+def test_auto_takes_a_kernel_that_ranks_of_a_row_can_share() -> None:
+    """flash-attn's reads rows in a way of its own; alone it is the first choice."""
+    card = dataclasses.replace(hardware("8x H100-80GB").device, attentions=("flash_attention_2", "varlen", "sdpa"))
+    spec = describe(transformers.LlamaConfig(**SHAPE, vocab_size=256, intermediate_size=64))
+    chosen = [
+        resolve(Strategy(sharding="fsdp", cp=cp, **more), TrainConfig(seq_len=64), spec, 8, card).strategy.attention
+        for cp, more in ((1, {}), (2, {}), (8, {"cp_attention": "gather"}))
+    ]
+    assert chosen == ["flash_attention_2", "varlen", "varlen"]
 
 
 def test_a_row_of_one_document_needs_no_mask() -> None:

@@ -91,11 +91,19 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
 @pytest.mark.parametrize(
     ("words", "ranks", "message"),
     [
-        ({"sharding": "zero3"}, 4, "sharding 'zero3' does not run with tp 2"),
+        (
+            {"sharding": "zero3"},
+            4,
+            "sharding 'zero3' does not run with tp 2: DeepSpeed's tensor parallelism loads the whole model on each rank",
+        ),
         ({"sharding": "ddp"}, 2, "sharding 'ddp' with tp 2 needs at least 4 ranks; got 2."),
-        ({"adapter": "dora"}, 4, "adapter 'dora' does not run with tp 2 yet. Choose adapter none or lora, or --tp 1."),
-        ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
-        ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),
+        (
+            {"adapter": "dora"},
+            4,
+            "adapter 'dora' does not run with tp 2: only LoRA's matrices are divided among ranks. Choose adapter none",
+        ),
+        ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2: parts"),
+        ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2: the loss scaler"),
         ({"tp_sequence": True, "adapter": "lora"}, 4, "tp_sequence does not run with adapter 'lora' yet"),
         ({"tp_sequence": True, "mlp_tiles": 2}, 4, "tp_sequence does not run with --mlp-tiles yet"),
         ({"tp_sequence": True, "tp": 1}, 2, "tp_sequence splits rows over the ranks of a tp group, and tp is 1"),
@@ -180,7 +188,7 @@ def test_a_plan_that_comes_after_the_weights_is_refused(spec: ModelSpec) -> None
 
 def test_mixtures_are_refused() -> None:
     mixtral = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
-    with pytest.raises(StrategyError, match="only dense models"):
+    with pytest.raises(StrategyError, match="which run with --ep 2 beside it"):
         job_of(mixtral)
 
 

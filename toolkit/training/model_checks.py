@@ -18,6 +18,15 @@ WHOLE_SHAPES = ("Adafactor", "Muon", "Shampoo", "SM3", "LBFGS", "Lamb", "LARS", 
 """Optimizers that look at a parameter's shape, norm or neighbours. ZeRO gives an optimizer flat parts of many parameters."""
 
 
+ADDED: dict[str, tuple[Any, ...]] = {
+    "loss": ("auto", "whole"),
+    "mlp_tiles": ("none",),
+    "activation_offload": (False,),
+    "activation_checkpointing": ("auto", "none"),
+}
+"""Fields of which `toolkit.load` changes a model, and the values with which it does not."""
+
+
 def check_model(job: Job, model: torch.nn.Module) -> None:
     """Refuse a model that the engine would train otherwise than one process, or cannot take apart.
 
@@ -25,15 +34,29 @@ def check_model(job: Job, model: torch.nn.Module) -> None:
         StrategyError: naming the parameter, and what to do.
         StrategyMismatch: for trained parameters in several dtypes.
     """
-    check_requested(job.strategy, model)
     check_uniform(job, model)
     check_divisible(job, model)
     check_hooks(job, model)
     check_copies(model)
 
 
-def check_requested(strategy: Strategy, model: torch.nn.Module) -> None:
-    """Refuse a model without what `toolkit.load` adds on request: context-parallel attention, an adapter, compiled layers."""
+def check_requested(strategy: Strategy, model: torch.nn.Module, *, loaded: bool = False) -> None:
+    """Refuse a model without what `toolkit.load` adds on request: context-parallel attention, an adapter, compiled layers, `ADDED`.
+
+    Args:
+        strategy: as requested, with its `auto`s.
+        model: of a user's code.
+        loaded: `toolkit.load` has made it.
+    """
+    recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+    for name, without in ADDED.items():
+        value, fix = getattr(strategy, name), "Make it with tk.load(accelerator)"
+        enabled = name == "activation_checkpointing" and value == "full" and recomputes
+        if not (loaded or enabled or value in without):
+            fix += ", call its gradient_checkpointing_enable()" * (value == "full")
+            raise StrategyError(
+                f"{name} {value!r} was requested, and the model of this code is without. {fix}, or leave it out."
+            )
     kernel = getattr(getattr(model, "config", None), "_attn_implementation", "")
     if strategy.cp > 1 and not str(kernel).startswith("cp_"):
         raise StrategyError(
