@@ -75,7 +75,9 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
         except ToolkitError as error:
             refused.append(str(error))
     if sizes.pp > 1:
-        row, shorter = ({name: column[None, :end] for name, column in rows[0].items()} for end in (SEQ_LEN, SEQ_LEN - 1))
+        row, shorter = (
+            {name: column[None, :end] for name, column in rows[0].items()} for end in (SEQ_LEN, SEQ_LEN - 1)
+        )
         try:
             forward_backward(accelerator, ours.model, [row] * (config.accumulation - 1) + [shorter])
         except ToolkitError as error:

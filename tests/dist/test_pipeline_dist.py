@@ -166,7 +166,7 @@ def test_no_step_runs_a_forward_more_than_its_micro_batches(gave: Gave, count: i
 
 def test_labels_are_copied_to_the_last_stage_alone(gave: Gave) -> None:
     for count, name in ((2, "gpipe"), (4, "1f1b of four")):
-        ours = [columns for ((columns,)) in gave[count, name]["copied"]]
+        ours = [columns for (columns,) in gave[count, name]["copied"]]
         assert ["labels" in columns for columns in ours] == [False] * (count - 1) + [True]
 
 
@@ -186,11 +186,12 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str, fold
 def test_the_default_rows_of_a_step_pass_through_the_stages_one_by_one(tmp_path: Path) -> None:
     """From the shell, after the guard, which uses the same schedule. Each rank's peak is as its stage's forecast."""
     run = tmp_path / "run"
-    flags = ("--pp", 2, "--steps", 2, "--precision", "bf16_pure", "--no-save", "--run-dir", run)
+    flags = ("--pp", 2, "--steps", 2, "--precision", "bf16_pure", "--plain", "--no-save", "--run-dir", run)
     ended = python("-m", "toolkit", "train", *flags, code=0, cwd=tmp_path)
     assert "pp 2: --micro-batch 1 --accumulation 4, so that all stages have work" in ended.stderr
     record = json.loads((run / "run.json").read_text())
     assert (record["train_config"]["micro_batch"], record["train_config"]["accumulation"]) == (1, 4)
+    assert (record["strategy"]["loss"], record["strategy"]["activation_checkpointing"]) == ("whole", "none")
     assert record["guard"]["agrees"]
     assert record["finished"]
     memory = json.loads((run / "memory.json").read_text())

@@ -47,7 +47,9 @@ CELLS: dict[str, tuple[int, str, str, dict[str, Any], dict[str, str]]] = {
 OWN: dict[str, tuple[int, dict[str, Any]]] = {
     "own, alone": (1, {"pp": 1}),
     "own, ddp": (2, {"pp": 1, **DDP}),
-    **{f"own, {word}": (2, {"pp": 1, "sharding": word}) for word in ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")},
+    **{
+        f"own, {word}": (2, {"pp": 1, "sharding": word}) for word in ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
+    },
     "own, hsdp": (4, {"pp": 1, "sharding": "hsdp", "dp_replicate": 2}),
     "own, tp": (2, {"pp": 1, "tp": 2}),
     "own, cp": (2, {"pp": 1, "cp": 2}),

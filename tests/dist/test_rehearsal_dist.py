@@ -50,6 +50,7 @@ def test_a_rank_of_many_holds_what_is_forecast(
 ) -> None:
     result = rehearse(spec, Strategy(**strategy), BATCH, ranks=ranks, rank=rank)
     assert 0.98 <= result.ratio <= 1.02
+    assert result.sent_bytes == pytest.approx(result.forecast_sent_bytes, rel=0.01)
     assert (result.ranks, result.rank) == (ranks, rank)
     assert result.step_seconds > 0
 

@@ -75,7 +75,10 @@ def job(
         ),
         ({"adapter": "qlora"}, ("adapter 'qlora'", "packed weights", "lora")),
         ({"precision": "fp16"}, ("precision 'fp16'", "loss scale", "bf16")),
-        ({"sharding": "fsdp", "offload": "cpu", "ranks": 4, "on": "8x H100-80GB"}, ("offload 'cpu'", "pp 2", "two micro-batches")),
+        (
+            {"sharding": "fsdp", "offload": "cpu", "ranks": 4, "on": "8x H100-80GB"},
+            ("offload 'cpu'", "pp 2", "two micro-batches"),
+        ),
         ({"pp_schedule": "ScheduleDualPipeV"}, ("'ScheduleDualPipeV'", "first and the last stage", "zero_bubble")),
         ({"pp_schedule": "zero_bubble", "loss": "chunked"}, ("loss 'chunked'", "--loss whole")),
         (
@@ -126,7 +129,7 @@ def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tupl
 class Recording:
     """A stage that notes what torch's schedule runs."""
 
-    stage_index, is_first, is_last, has_backward = 0, False, False, True
+    stage_index, is_first, is_last, has_backward, submod = 0, False, False, True, None
 
     def __init__(self, number: int, count: int, ranks: int = 0) -> None:
         self.stage_index, self.num_stages = number, count
@@ -293,7 +296,7 @@ def test_stages_that_fsdp_shards_are_whole_within_a_step() -> None:
     shared = forecast(spec, Strategy(pp=2, sharding="fsdp"), "4x cpu", train_config, ranks=4)
     assert alone.pipeline is not None
     assert shared.pipeline is not None
-    assert "a stage's parameters and gradients are whole within a step (ZeRO-1)" in str(shared)
+    assert "a stage's parameters and gradients are whole within a step (ZeRO-1)" in " ".join(str(shared).split())
     assert "ZeRO-1" not in str(alone)
     assert [stage.rank for stage in shared.pipeline.stages] == [0, 2]
     assert shared.phases["prepare"] < alone.phases["prepare"]
@@ -419,7 +422,9 @@ def test_the_largest_published_pipeline_has_72_slots() -> None:
 def test_a_long_schedule_is_not_written_action_by_action() -> None:
     spec, micro = describe(LLAMA), MOST_DRAWN // 4 + 1
     made = {
-        count: forecast(spec, Strategy(pp=2), "2x cpu", TrainConfig(seq_len=64, accumulation=count)).to_dict()["pipeline"]
+        count: forecast(spec, Strategy(pp=2), "2x cpu", TrainConfig(seq_len=64, accumulation=count)).to_dict()[
+            "pipeline"
+        ]
         for count in (4, micro)
     }
     assert len(made[4]["actions"]) == 4 * 4

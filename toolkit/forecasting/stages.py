@@ -49,7 +49,8 @@ class Pipeline(JsonRecord):
     """The forecast of a pipeline's stages and schedule."""
 
     json_fields = (
-        "schedule stages fullest_rank idle_share equal_stages_idle_share slowest_over_mean slots within_step timed length actions"
+        "schedule stages fullest_rank idle_share equal_stages_idle_share slowest_over_mean slots within_step timed length "
+        "actions"
     )
 
     schedule: str

@@ -38,6 +38,9 @@ REFUSED = {
 """Shardings without a rehearsal, and why. Under `--tp` and `--pp` gradients are averaged without torch's DDP."""
 
 
+SENT = "sent in a step"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal(Result):
     """One rank's memory as it was measured, beside the forecast."""
@@ -58,6 +61,7 @@ class Rehearsal(Result):
     sent_bytes: int
     """What the rank would send in a step, counted at its collectives."""
     forecast_sent_bytes: int
+    """Of the rank of a pipeline that sends most."""
     step_seconds: float
     """Of the third step, without any communication, on this machine."""
 
@@ -72,21 +76,22 @@ class Rehearsal(Result):
         sizes = [
             *((name, self.phases[name], self.forecast_phases.get(name, 0)) for name in PHASES if name in self.phases),
             ("peak", self.peak_bytes, self.forecast_peak_bytes),
-            ("sent in a step", self.sent_bytes, self.forecast_sent_bytes),
+            (SENT, self.sent_bytes, self.forecast_sent_bytes),
         ]
         rows = [
             (
                 name,
                 format_bytes(measured),
                 format_bytes(expected),
-                f"{expected / measured - 1:+.1%}" if measured else "–",
+                f"{expected / measured - 1:+.1%}" if measured and not (name == SENT and "pp" in self.strategy) else "–",
             )
             for name, measured, expected in sizes
         ]
-        notes = (
+        notes = [
             f"A step computes for {format_step_seconds(self.step_seconds)} here. Values mean nothing: what other ranks send is "
             "not there.",
-        )
+            *(["Of a pipeline, what the rank sends that sends most is forecast."] if "pp" in self.strategy else []),
+        ]
         title = f"{self.model}, {words}: rank {self.rank} of {self.ranks}"
         subject = "its stages" if "pp" in self.strategy else "fullest rank"
         columns = ("", "measured", f"forecast, {subject}", "difference")

@@ -188,19 +188,24 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     rank = prepared(accelerator, (model, optimizer))
     _balance_experts(rank)
     sent = SentBytes()
-    with _other_stages():
+    with _other_stages(), contextlib.ExitStack() as second:
         for step in train(rank, rows, schedule):
             seconds = step.seconds
             if step.step == 1:  # the second step is counted, and the third timed
-                sent.__enter__()
+                second.enter_context(sent)
             elif step.step == 2:
-                sent.__exit__(None, None, None)
+                second.close()
     window.close()
     result = window.result()
     if result.peak_bytes is None:
         raise ToolkitError(f"nothing was measured: {result.reason}")
     total = sum(sent.by_collective.values())
-    return {"phases": dict(result.phases), "peak_bytes": result.peak_bytes, "step_seconds": seconds, "sent_bytes": total}
+    return {
+        "phases": dict(result.phases),
+        "peak_bytes": result.peak_bytes,
+        "step_seconds": seconds,
+        "sent_bytes": total,
+    }
 
 
 def main(parent: int) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SENT = {
+SENT: dict[str, Callable[[int], float]] = {
     "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "allgather": lambda ranks: ranks - 1,
     "reducescatter": lambda ranks: (ranks - 1) / ranks,
@@ -21,13 +22,16 @@ SENT = {
 }
 """Collective → the bytes that a rank of a ring sends, over the bytes of its input."""
 
+IN_PLACE = ("allgatherbase", "reducescatterbase", "alltoallbase")
+"""Operators of which the first tensor is the output."""
 
-class SentBytes(TorchDispatchMode):
+
+class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts, while it is entered, the bytes that this process would send, by collective."""
 
     def __init__(self) -> None:
         """Begin with nothing sent."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.by_collective: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,14 +50,10 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-IN_PLACE = ("allgatherbase", "reducescatterbase", "alltoallbase")
-"""Operators whose first tensor is their output."""
-
-
 def _size(leaves: list[Any]) -> int:
     """Return the ranks of the group among an operator's arguments: a name, or the group."""
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject):
             return int(ProcessGroup.unbox(leaf).size())
-    name = next(leaf for leaf in reversed(leaves) if isinstance(leaf, str))
+    name: Any = next(leaf for leaf in reversed(leaves) if isinstance(leaf, str))
     return int(_resolve_process_group(name).size())

@@ -249,7 +249,7 @@ class Rows:
         Under `gather` a document's queries are those of a chunk of this rank, and its keys end with the last of them.
 
         Args:
-            parts: the places of the tokens of all ranks, in whose order keys are gathered.
+            parts: the places of the tokens of all ranks. Keys are gathered in this order.
         """
         import torch
         from torch.nn.functional import pad

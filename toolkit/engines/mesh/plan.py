@@ -146,7 +146,7 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     half = " and ".join(halves[0]) if halves else ""
     selects = any(spec.config.get("activation_sparsity_pattern") or ()) and any(".mlp." in name for name in plan)
     for refused, reason in (
-        (spec.moe is not None and sizes.ep == 1, f"it has experts, which run with --ep {tp} beside it"),
+        (spec.moe is not None and sizes.ep == 1, f"it has experts, which run with --ep {tp}"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (spec.own_tp_plan and not spec.tp_plan, "your tp_plan has no rules, so nothing would be split"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
