@@ -22,8 +22,8 @@ SENT: dict[str, Callable[[int], float]] = {
 }
 """Collective → the bytes that a rank of a ring sends, over the bytes of its input."""
 
-IN_PLACE = ("allgatherbase", "reducescatterbase", "alltoallbase")
-"""Operators of which the first tensor is the output."""
+OUTPUT_FIRST = ("allgather", "reducescatter", "alltoall")
+"""Collectives of c10d with their output as the first argument."""
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,15 +42,13 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name.replace("_", "")
         kind = next((each for each in SENT if name.startswith(each)), None)
         if space in ("c10d", "_c10d_functional") and kind:
-            leaves = tree_leaves(args)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            if name in IN_PLACE:
-                tensors = tensors[1:]
-            self.by_collective[kind] += round(SENT[kind](_size(leaves)) * sum(each.nbytes for each in tensors))
+            given = args[1] if space == "c10d" and kind in OUTPUT_FIRST else args[0]
+            size = sum(each.nbytes for each in tree_leaves(given))
+            self.by_collective[kind] += round(SENT[kind](_ranks(tree_leaves(args))) * size)
         return func(*args, **(kwargs or {}))
 
 
-def _size(leaves: list[Any]) -> int:
+def _ranks(leaves: list[Any]) -> int:
     """Return the ranks of the group among an operator's arguments: a name, or the group."""
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject):

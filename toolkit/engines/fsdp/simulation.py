@@ -111,7 +111,11 @@ class FSDPForecast(Engine):
         transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
             size = (
-                2 * (groups - 1) / groups * width * sum(each.elements / shard_ranks(job, each.name) for each in trained)
+                2
+                * (groups - 1)
+                / groups
+                * width
+                * sum(shard_elements(each, shard_ranks(job, each.name)) for each in trained)
             )
             transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
         return [*transfers, *host_transfers(job)]
@@ -126,9 +130,9 @@ def _kept_names(job: Job) -> set[str]:
 
 
 def _sent_share(job: Job, state: State) -> float:
-    """Return (N - 1)/N of the ranks that share a parameter."""
+    """Return (N - 1)/N of the ranks that share a parameter, with the padding of its parts."""
     ranks = shard_ranks(job, state.name)
-    return (ranks - 1) / ranks
+    return (ranks - 1) * shard_elements(state, ranks) / state.elements
 
 
 def _simulate_stream(simulation: Simulation) -> None:
