@@ -20,7 +20,7 @@ from toolkit.forecasting.tracing import trace
 from toolkit.models.varlen import BOUNDS, document_bounds
 from toolkit.training.model_checks import check_requested
 from toolkit.transforms import context_parallel
-from toolkit.transforms.context_parallel import ROWS, Rows, _register, attention_kind
+from toolkit.transforms.context_parallel import ROWS, Rows, _register, _zigzag, attention_kind
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -145,48 +145,90 @@ RESTARTING = [*range(5), *range(7)]
         ([range(12), range(12)], [[1] * 9 + [0] * 3, [1] * 12]),
         ([range(12), range(12)], [[0] * 3 + [1] * 9, [1] * 12]),
         ([range(11)], None),
+        ([range(9)], None),
     ],
-    ids=["one document", "two", "rows", "padded", "padded before", "odd"],
+    ids=["one document", "two", "rows", "padded", "padded before", "lengthened", "without halves"],
 )
 def test_the_kernel_of_joined_rows_sees_what_a_mask_shows(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kind: str, positions: Any, padding: Any
 ) -> None:
     """Windows and documents, rank by rank; what ranks would send is there. The batch gives no bounds, as in a user's own loop."""
-    made = job(
-        attention="sdpa", ranks=3, cp=3, sharding="none", train_config=TrainConfig(seq_len=12), cp_attention="gather"
-    )
-    strategy = dataclasses.replace(made.strategy, cp_attention=kind)
+    made = job(ranks=3, cp=3, sharding="none", train_config=TrainConfig(seq_len=12), cp_attention="gather")
     monkeypatch.setattr(context_parallel, "_exchange", lambda tensor, group: tensor)
     monkeypatch.setattr(context_parallel, "_group", lambda job: SimpleNamespace(size=lambda: 1))
     _register()
     rows = torch.tensor([list(each) for each in positions])
+    count, count_of_rows = 3 * -(-rows.shape[1] // 3), len(rows)
     batch = {"input_ids": rows, "position_ids": rows}
     if padding:
         batch["attention_mask"] = torch.tensor(padding)
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(len(rows), 2, 12, 8) for _ in range(3))
     module = SimpleNamespace(config=transformers.MistralConfig(), training=False, layer_idx=0)
-    outputs = {}
+    real = torch.tensor(padding or [[1] * count] * count_of_rows).bool()
+    seen = {}
     for kernel in ("sdpa", "varlen"):
-        ranked = dataclasses.replace(made, strategy=dataclasses.replace(strategy, attention=kernel))
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(count_of_rows, 2, count, 8, requires_grad=True) for _ in range(3))
+        ranked = dataclasses.replace(
+            made, strategy=dataclasses.replace(made.strategy, cp_attention=kind, attention=kernel)
+        )
         taken = [ranked.split(batch, rank) for rank in range(3)]
-        places = [torch.arange(12)[each[ROWS].part] for each in taken]
-        assert torch.cat(places).sort().values.tolist() == [*range(12)]
+        places = [torch.arange(count)[each[ROWS].part] for each in taken]
+        assert torch.cat(places).sort().values.tolist() == [*range(count)]
         gathered = torch.cat(places)
         monkeypatch.setattr(context_parallel, "_gather", lambda tensor, group, order=gathered: tensor[:, :, order])
-        outputs[kernel] = torch.zeros(len(rows), 12, 2, 8)
+        whole = torch.zeros(count_of_rows, count, 2, 8)
         for own, each in zip(places, taken, strict=True):
             given = {name: each[name] for name in (ROWS, *BOUNDS) if name in each}
             assert (BOUNDS[0] in given) == (kernel == "varlen" and not (padding and not padding[0][0]))
-            seen = own if kind == "gather" else torch.arange(12)
+            queries = own if kind == "gather" else torch.arange(count)
             output, _ = context_parallel._attention(
-                kernel, module, query[:, :, seen], key, value, None, scaling=0.3, sliding_window=window, **given
+                kernel, module, query[:, :, queries], key, value, None, scaling=0.3, sliding_window=window, **given
             )
-            outputs[kernel][:, seen] = output
-    real = torch.tensor(padding or [[1] * 12] * len(rows)).bool()
-    torch.testing.assert_close(outputs["sdpa"][real], outputs["varlen"][real])
-    if kind == "gather" and not padding and len(rows) == 1:
-        assert places[0].tolist() == [0, 1, 10, 11]  # zigzag: equal causal work
+            whole = whole.index_copy(1, queries, output)
+        (whole[real] * torch.linspace(1, 2, 16).view(2, 8)).sum().backward()  # type: ignore[no-untyped-call]
+        seen[kernel] = [whole[real], *(each.grad for each in (query, key, value))]
+    for ours, theirs in zip(seen["varlen"], seen["sdpa"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    if kind == "gather" and count_of_rows == 1:  # zigzag: equal causal work
+        assert places[0].tolist() == ([0, 1, 10, 11] if count == 12 else [0, 1, 2])
+
+
+def split_by_varlen(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any], rank: int = 0) -> Any:
+    monkeypatch.setattr(context_parallel, "_group", lambda job: None)
+    made = job(ranks=2, train_config=TrainConfig(seq_len=8))
+    return dataclasses.replace(made, strategy=dataclasses.replace(made.strategy, attention="varlen")).split(batch, rank)
+
+
+def test_positions_of_one_row_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "position_ids": torch.arange(8)[None]}
+    part = split_by_varlen(monkeypatch, batch)
+    assert part["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    assert part[BOUNDS[0]].tolist() == [0, 8, 16]
+
+
+def test_a_batch_on_a_device_is_divided_by_bounds_of_the_host() -> None:
+    """The index operators of two devices do not mix: `meta` stands for a GPU."""
+    rows = Rows("gather", None, torch.arange(8)[None], None, False, torch.tensor([0, 1, 6, 7]), True)
+    bounds, keys = rows.documents([torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])])
+    assert keys is not None
+    on_device = [each.device.type for each in rows.to(torch.device("meta")).__dict__.values() if torch.is_tensor(each)]
+    assert set(on_device) == {"meta", "cpu"}
+    assert (bounds[BOUNDS[0]].tolist(), bounds[BOUNDS[1]].tolist()) == ([0, 2, 4], [0, 2, 10])
+    assert keys.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        (torch.tensor([0, 3, 8]), r"got documents in cu_seq_lens_q that position_ids do not begin at 0. Give one"),
+        (torch.tensor([0, 3, 7]), r"that do not end with the one row of 8 tokens. Leave them out"),
+        (torch.tensor([[0, 8]]), r"that do not end with the one row of 8 tokens"),
+    ],
+)
+def test_bounds_that_contradict_the_rows_are_refused(monkeypatch: pytest.MonkeyPatch, bounds: Any, words: str) -> None:
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": torch.arange(8)[None]}
+    with pytest.raises(StrategyError, match=words):
+        split_by_varlen(monkeypatch, {**batch, BOUNDS[0]: bounds})
 
 
 def test_bounds_alone_tell_where_documents_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +291,7 @@ def test_causal_work_of_each_rank(cp: int) -> None:
     """Pairs of a query and a key that it sees. Under Ulysses each rank has all of them, for its share of the heads.
 
     `gather` gives the last rank the most, where a kernel skips what is masked: sdpa with a mask and eager attention do not. Of
-    two chunks from both ends of the row, as zigzag would divide it, ranks have equally many.
+    two chunks from both ends of the row (zigzag), as the varlen kernel gets them, ranks have equally many.
     """
     count = 16 * cp
     own = [slice(rank * 16, (rank + 1) * 16) for rank in range(cp)]
@@ -259,8 +301,7 @@ def test_causal_work_of_each_rank(cp: int) -> None:
     assert whole is not None
     assert sum(pairs) == int(whole.sum()) == count * (count + 1) // 2
     assert [round(pair / pairs[0]) for pair in pairs] == [2 * rank + 1 for rank in range(cp)]
-    chunks = whole[0, 0].chunk(2 * cp)
-    assert len({int(chunks[rank].sum() + chunks[-1 - rank].sum()) for rank in range(cp)}) == 1
+    assert len({int(whole[0, 0][places].sum()) for places in _zigzag(cp, 16)}) == 1
 
 
 def held_after_forward(cp: int, packed: bool) -> int:

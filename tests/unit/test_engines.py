@@ -38,7 +38,7 @@ from toolkit.models import ModelSpec, Parameter, describe
 from toolkit.training.given_weights import GivenWeights
 from toolkit.training.loading import load
 from toolkit.training.model_checks import check_optimizers
-from toolkit.training.preparation import audit
+from toolkit.training.preparation import audit, prepare
 from toolkit.training.setup import accelerator, agree
 from toolkit.transforms.adapters import adapt
 
@@ -572,8 +572,12 @@ def test_a_request_that_a_model_of_the_users_own_does_not_have_is_refused(
             if fields == {"activation_checkpointing": "full"}:
                 model.gradient_checkpointing_enable()
                 ours.prepare(model, optimizer)
+            with pytest.raises(StrategyError, match="the model of this code is without"):
+                prepare(ours, AutoModelForCausalLM.from_pretrained(spec.source), optimizer)
+            frozen = AutoModelForCausalLM.from_pretrained(spec.source).requires_grad_(False)
             loaded, _ = load(ours)
-            ours.prepare(loaded, torch.optim.AdamW(loaded.parameters()))
+            prepare(ours, loaded, torch.optim.AdamW(loaded.parameters()))
+            ours.prepare(frozen)  # a reference, which is not trained
         else:
             ours.prepare(model, optimizer)
         ours.end_training()

@@ -56,7 +56,7 @@ class Difference(JsonRecord):
 
     @property
     def ratio(self) -> float | None:
-        """The second as a multiple of the first; None where one of them is next to nothing, of which a ratio says nothing."""
+        """The second as a multiple of the first; None where one is less than a thousandth of the other: it would say nothing."""
         ratio = self.other / self.one if self.one and self.other is not None else 0.0
         return ratio if 0.001 <= ratio <= 1000 else None
 

@@ -190,7 +190,7 @@ class AuditedPrepare(OwnLoop):
                 "call of prepare of its own."
             )
         for model in models:
-            check_requested(self.requested, model, loaded=any(each in self.from_checkpoint for each in model.modules()))
+            check_requested(self.requested, model, self.job.strategy)
             check_model(self.job, model)
 
     def _make_ready(self, model: torch.nn.Module) -> None:

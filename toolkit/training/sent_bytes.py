@@ -18,7 +18,7 @@ SENT: dict[str, Callable[[int], float]] = {
     "allgather": lambda ranks: ranks - 1,
     "reducescatter": lambda ranks: (ranks - 1) / ranks,
     "alltoall": lambda ranks: (ranks - 1) / ranks,
-    "send": lambda ranks: 1,
+    **dict.fromkeys(("send", "broadcast", "reduce"), lambda ranks: 1),
 }
 """Collective → the bytes that a rank of a ring sends, over the bytes of its input."""
 

@@ -87,10 +87,12 @@ def _refuse(what: str) -> NoReturn:
 
 def _take_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Give a decoder its input in the place of labels, of which the model would make a loss of its own, over whole logits."""
+    import torch
+
     if kwargs.get("labels") is not None:
         if HEAD_CALL.get() is not None and model.config.is_encoder_decoder:
             kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=kwargs.pop("labels"))
-        elif HEAD_CALL.get() is None and model.training:
+        elif HEAD_CALL.get() is None and model.training and torch.is_grad_enabled():
             raise StrategyError(
                 "loss 'chunked': model(labels=...) makes whole logits. Write loss = tk.loss(model, batch), or choose --loss whole."
             )

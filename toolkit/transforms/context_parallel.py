@@ -114,8 +114,7 @@ class ContextParallel(Transform):
         import torch
 
         tokens, positions, padding = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
-        if positions is None:
-            positions = _positions(tokens, batch.get(BOUNDS[0]))
+        positions = _positions(tokens, positions, batch.get(BOUNDS[0]))
         traced = masked is not None  # values are not there
         if masked is None:
             several = bool((positions.diff(dim=-1) != 1).any())
@@ -129,7 +128,7 @@ class ContextParallel(Transform):
             )
             padding = batch.get("attention_mask")
         # No token sees those behind it, so padding at the end of a row needs no mask.
-        at_end = padding is None or traced or bool((padding.diff(dim=-1) <= 0).all())
+        at_end = padding is None or traced or bool((padding[:, 1:] <= padding[:, :-1]).all())
         kind, joined = attention_kind(job), job.strategy.attention == VARLEN and at_end
         parts: Sequence[slice | Tensor] = [
             slice(number * size, (number + 1) * size) for number in range(job.strategy.cp)
@@ -193,14 +192,19 @@ def _zigzag(cp: int, size: int) -> list[Tensor]:
     return [torch.cat((chunks[place], chunks[-1 - place])) for place in range(cp)]
 
 
-def _positions(tokens: Tensor, starts: Tensor | None) -> Tensor:
-    """Return positions [b, s] of rows that come without: from 0 in each document, where its bounds are given."""
+def _positions(tokens: Tensor, positions: Tensor | None, starts: Tensor | None) -> Tensor:
+    """Return positions [b, s], from 0 in each document where its bounds alone are given. Refuse bounds that say otherwise."""
     import torch
 
     places = torch.arange(tokens.shape[1], device=tokens.device)
     if starts is not None:
+        starts = starts.to(tokens.device)
+        if len(tokens) > 1 or starts.ndim != 1 or starts[-1] != tokens.shape[1]:
+            _refuse(f"got {BOUNDS[0]} that do not end with the one row of {tokens.shape[1]} tokens", "Leave them out.")
         places = places - starts[:-1].repeat_interleave(starts.diff())
-    return places.expand_as(tokens)
+        if positions is not None and bool(((places == 0) & (positions.flatten() != 0)).any()):
+            _refuse(f"got documents in {BOUNDS[0]} that position_ids do not begin at 0", "Give one of the two.")
+    return (places if positions is None else positions).expand_as(tokens)
 
 
 def _lengthen(batch: Any, more: int) -> dict[str, Any]:
@@ -254,8 +258,9 @@ class Rows:
         import torch
         from torch.nn.functional import pad
 
-        places = torch.arange(self.positions.numel()).view_as(self.positions)
-        begins = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 2) != 1  # each row begins one
+        positions = self.positions.cpu()  # a batch may be on the device already
+        places = torch.arange(positions.numel()).view_as(positions)
+        begins = positions.diff(dim=-1, prepend=positions[:, :1] - 2) != 1  # each row begins one
         own = places[:, self.part] if self.kind == "gather" else places
         # A query begins a piece where a document does, and where the one before it is another rank's.
         first = begins.flatten()[own] | (own.diff(dim=-1, prepend=own[:, :1] - 2) != 1)
@@ -385,8 +390,10 @@ def _attention(
     if joins:
         query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
         if rows.keys is not None:
-            key, value = key[:, :, rows.keys], value[:, :, rows.keys]
-    elif not rows.joined:
+            key, value = (each.index_select(2, rows.keys) for each in (key, value))
+    elif rows.joined:  # in a trace
+        key, value = (key, value) if exchanges else (key.clone(), value.clone())
+    else:
         whole = rows.mask(kwargs.get("sliding_window"), not exchanges, implied=kernel != "eager")
     if whole is not None and kernel == "eager":
         whole = _additive(whole, query)
