@@ -101,7 +101,7 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
 
 
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
+    """Train to step `upto` of `planned`, from the checkpoint `from` if any; save after `saves`; export to `export`."""
     from accelerate.utils import gather_object
 
     from toolkit.config.strategy import Strategy
@@ -120,8 +120,9 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     )
     accumulation = cell.get("accumulation", ACCUMULATION)
     micro = ROWS // accumulation // dp_size
+    planned = max(4, cell.get("planned", cell["upto"]))
     train_config = TrainConfig(
-        steps=max(4, cell["upto"]), micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
+        steps=planned, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
     ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
@@ -161,8 +162,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)
         measured["differing"] = wrong_parts(ours)
     if "export" in cell:
-        planned = save(ours, tokenizer, Path(cell["export"]))
-        result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))
+        files = save(ours, tokenizer, Path(cell["export"]))
+        result = verify(ours, Path(cell["export"]), files, next(loader(spec.vocab, 0, 1, 0, 1)))
         measured["logits_error"] = result.logits_error if result else None
     ours.accelerator.wait_for_everyone()
     return measured
