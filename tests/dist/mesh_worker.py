@@ -120,7 +120,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     )
     accumulation = cell.get("accumulation", ACCUMULATION)
     micro = ROWS // accumulation // dp_size
-    planned = max(4, cell.get("planned", cell["upto"]))
+    planned = max(cell.get("planned", 4), cell["upto"])
     train_config = TrainConfig(
         steps=planned, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )

@@ -32,7 +32,8 @@ Gave = dict[tuple[int, str], dict[str, Any]]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with sizes that two ranks cannot share evenly, a Phi-3, a Llama with three heads, a Qwen3 with two heads of keys.
 
-    A Phi-3's products take and give whole tensors. The Qwen3's head is tied, over an uneven vocabulary. The three heads have dropout, and stay whole on each rank.
+    A Phi-3's products take and give whole tensors. The Qwen3's head is tied, over an uneven vocabulary. The
+    three heads have dropout, and stay whole on each rank.
     """
     root = tmp_path_factory.mktemp("lora")
     tiny.llama(root / "llama", vocab_size=257, tie_word_embeddings=False, intermediate_size=175)
