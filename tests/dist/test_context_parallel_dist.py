@@ -67,6 +67,11 @@ SAVED = {
 """Ranks → cells that save, export and are resumed."""
 RESUMED = [(ranks, name) for ranks, names in SAVED.items() for name in names]
 
+COUNTED = {"none": 4 * 2 * 3, "ddp, gather, documents": 2 * 2 * 3}
+"""Cells of two ranks and the all-to-alls of a micro-batch: of queries, keys, values and outputs, or of keys and values.
+
+In each of two layers, in the forward, its recomputation and the backward."""
+
 Gave = dict[tuple[int, str], dict[str, Any]]
 
 
@@ -107,9 +112,8 @@ def gave(root: Path) -> Gave:
         made = []
         for name, (model, strategy, rows) in cells.items():
             given, saves = (model, {"cp": 2, **strategy}, rows), name in SAVED[ranks]
-            made.append(
-                cell(name, given, **{"into": name, "saves": [2], "export": f"{name}, exported"} if saves else {})
-            )
+            more: dict[str, Any] = {"into": name, "saves": [2], "export": f"{name}, exported"} if saves else {}
+            made.append(cell(name, given, counts=ranks == 2 and name in COUNTED, **more))
             made += [cell(f"{name}, resumed", given, **{"from": f"{name}/step-00000002"})] if saves else []
         return made
 
@@ -210,6 +214,17 @@ def test_twenty_steps_are_those_of_one_process(gave: Gave) -> None:
     assert len(expected) == 20
     assert max(norm for _, norm, _ in expected) > 1
     tiny.assert_same(gave[4, "twenty"]["steps"], expected)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_collectives_of_a_step_are_those_of_the_forecast(gave: Gave, name: str) -> None:
+    """In number, kind and bytes. Four steps of two micro-batches."""
+    result = gave[2, name]
+    assert result["calls"] == {"all_to_all_single": 4 * 2 * COUNTED[name]}
+    exchanged = [
+        size for what, size in result["transfers"] if what in ("heads, exchanged", "keys and values, gathered")
+    ]
+    assert sum(result["sent"].values()) == 4 * sum(exchanged)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -102,6 +102,7 @@ def gave(root: Path) -> Gave:
     two = {
         "mixtral, fsdp": {"into": "ep", "saves": [2], "export": "mixtral-two"},
         "qwen3, none": {"export": "qwen3_moe-two"},
+        "a rank without tokens, fsdp": {"counts": True},
         "lora, fsdp": {"into": "lora", "saves": [2], "export": "lora-two"},
     }
     four = {name: {"into": name, "saves": [3]} for name in ("qwen3, one expert a rank", "qwen3, replicas")}
@@ -233,6 +234,18 @@ def test_experts_without_tokens_hold_no_rank_up(gave: Gave, name: str) -> None:
     """All tokens of both ranks choose the first rank's two experts, in every layer and step; losses are compared above."""
     assert [load["idle"] for load in gave[2, name]["experts"]] == [[0.5, 0.5]] * 4
     assert gave[2, name]["experts"][0]["layer_imbalance"] == 2
+
+
+def test_collectives_of_a_step_are_those_of_the_forecast(gave: Gave) -> None:
+    """In number, kind and bytes. To the experts and back in both passes of two layers; four steps of two micro-batches.
+
+    Where all tokens go to one rank, each rank sends as many in one direction as it sends of equal parts in two. Before them
+    ranks exchange how many will come, a number an expert.
+    """
+    result = gave[2, "a rank without tokens, fsdp"]
+    assert result["calls"] == {"all_to_all_single": 4 * 2 * 2 * 2 * 2, "c10d::alltoall_base_": 4 * 2 * 2}
+    (exchanged,) = [size for what, size in result["transfers"] if what == "tokens, exchanged in the ep group"]
+    assert result["sent"] == {"all_to_all_single": 4 * exchanged}
 
 
 def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:
