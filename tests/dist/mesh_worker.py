@@ -100,12 +100,34 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
     return {"steps": taken, "refused": refused}
 
 
+class File:
+    """A file of weights, which notes the bytes of each part of a tensor that is read."""
+
+    def __init__(self, opened: Any, read: list[int]) -> None:
+        self.opened, self.read = opened, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor that is not read yet."""
+        return File(self.opened.get_slice(name), self.read)
+
+    def __getitem__(self, place: Any) -> Any:
+        part = self.opened[place]
+        self.read.append(part.nbytes)
+        return part
+
+
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train to step `upto` of `planned`, from the checkpoint `from` if any; save after `saves`; export to `export`."""
     from accelerate.utils import gather_object
+    from safetensors import safe_open
+    from transformers import modeling_utils
 
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
+    from toolkit.engines.upstream import patched
     from toolkit.exporters import save, verify
     from toolkit.models import describe
     from toolkit.training.loop import train
@@ -124,7 +146,10 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     train_config = TrainConfig(
         steps=planned, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
-    ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
+    read: list[int] = []  # where transformers reads parts
+    files = {"safe_open": lambda *where, **how: File(safe_open(*where, **how), read)}
+    with patched(modeling_utils, **(files if strategy.tp * strategy.ep > 1 else {})):
+        ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
     rows_are = cell.get("rows", "whole")
     start, saver = ranks.restored(cell, ours, schedule)
@@ -154,6 +179,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     counted = gather_object([ours.job.engine.counters(ours).steps])
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads, "counted": counted}
     measured["calls"], measured["sent"] = called.number, called.bytes
+    measured["read"] = gather_object([sum(read)])
     measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)
     measured["recomputed"] = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
@@ -162,8 +188,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)
         measured["differing"] = wrong_parts(ours)
     if "export" in cell:
-        files = save(ours, tokenizer, Path(cell["export"]))
-        result = verify(ours, Path(cell["export"]), files, next(loader(spec.vocab, 0, 1, 0, 1)))
+        exported = save(ours, tokenizer, Path(cell["export"]))
+        result = verify(ours, Path(cell["export"]), exported, next(loader(spec.vocab, 0, 1, 0, 1)))
         measured["logits_error"] = result.logits_error if result else None
     ours.accelerator.wait_for_everyone()
     return measured

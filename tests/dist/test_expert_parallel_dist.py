@@ -274,6 +274,13 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(gave: Gave, name: str) -> N
     assert gave[4, f"{name}, resumed"]["steps"] == gave[4, name]["steps"][3:]
 
 
+@pytest.mark.parametrize("name", ["mixtral, none", "mixtral, fsdp", "gpt-oss, fsdp"])
+def test_a_rank_reads_its_part_alone(gave: Gave, root: Path, name: str) -> None:
+    """Experts with a tensor each, and joined ones."""
+    size = (root / TWO[name][0] / "model.safetensors").stat().st_size
+    assert all(0.45 * size < read <= 0.55 * size for read in gave[2, name]["read"])
+
+
 def test_an_own_loop_computes_what_one_process_does(gave: Gave) -> None:
     result, expected = (gave[count, "own"]["steps"] for count in (2, 1))
     assert len(expected) == 4

@@ -161,6 +161,14 @@ def test_an_own_loop_computes_what_one_process_does(gave: Gave, count: int) -> N
     assert "other rows on rank 1 than on rank 0" in rows
 
 
+@pytest.mark.parametrize(("count", "name"), [(2, "llama"), (2, "phi3 whole"), (4, "ddp")])
+def test_a_rank_reads_its_part_alone(gave: Gave, count: int, name: str) -> None:
+    """Joined matrices in two pieces, and norms whole."""
+    size = (Path(gave[count, name]["cell"]["folder"]) / "model.safetensors").stat().st_size
+    assert len(gave[count, name]["read"]) == count
+    assert all(0.45 * size < read <= 0.55 * size for read in gave[count, name]["read"])
+
+
 def test_dropout_drops(gave: Gave) -> None:
     assert gave[1, "dropped"]["steps"][0][1] != pytest.approx(gave[1, "llama"]["steps"][0][1], rel=1e-3)
 

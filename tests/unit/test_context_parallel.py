@@ -54,8 +54,16 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
             },
             ("cp 2", "chunked_attention"),
         ),
+        (
+            {
+                "config": transformers.Qwen3NextConfig(
+                    **SHAPE, vocab_size=256, layer_types=["linear_attention", "full_attention"]
+                )
+            },
+            ("cp 2", "Qwen3NextForCausalLM has linear_attention", "Leave out --cp"),
+        ),
     ],
-    ids=["compile", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4"],
+    ids=["compile", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4", "qwen3-next"],
 )
 def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(StrategyError) as refused:
@@ -68,8 +76,12 @@ def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tupl
     [
         (transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256), "position_ids"),
         (transformers.GptOssConfig(**SHAPE, vocab_size=256, num_local_experts=2, head_dim=16), "GptOss"),
+        (
+            transformers.BambaConfig(**SHAPE, vocab_size=256, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32),
+            "has layers BambaMixer with a state of their own. Leave out --cp",
+        ),
     ],
-    ids=["bloom", "gpt-oss"],
+    ids=["bloom", "gpt-oss", "bamba"],
 )
 def test_a_model_that_it_cannot_split_is_refused_by_the_forecast(config: Any, word: str) -> None:
     with pytest.raises(StrategyError, match=word):
