@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -99,6 +101,23 @@ def test_rows_that_would_be_lengthened_beyond_the_positions_are_refused() -> Non
     config = transformers.LlamaConfig(**SHAPE, vocab_size=256, max_position_embeddings=64)
     with pytest.raises(StrategyError, match=r"cp 3 lengthens rows to 66 tokens.* 64 positions. Choose --seq-len 63"):
         job(config, ranks=3, cp=3)
+
+
+def test_longer_rows_are_accepted_where_the_config_is_changed_as_the_refusal_says() -> None:
+    shape = {**SHAPE, "vocab_size": 256, "intermediate_size": 96, "max_position_embeddings": 64}
+    with pytest.raises(StrategyError, match=r"seq_len 192 is over the limit .* 64 positions") as refused:
+        job(transformers.LlamaConfig(**shape), train_config=TrainConfig(seq_len=192))
+    said = re.search(r"set max_position_embeddings (\d+) and add (.+) to rope_parameters", str(refused.value))
+    assert said is not None
+    rope = {"rope_type": "default", "rope_theta": 1e4, **json.loads(f"{{{said[2]}}}")}
+    config = transformers.LlamaConfig(**{**shape, "max_position_embeddings": int(said[1]), "rope_parameters": rope})
+    made = job(config, train_config=TrainConfig(seq_len=192))
+    assert made.train_config.seq_len == 192
+    rotary = transformers.LlamaForCausalLM(config).model.rotary_emb
+    # The lowest frequency does not turn once in the old rows: it is slower by this factor.
+    assert rope["factor"] == 3
+    plain = 1e4 ** -(torch.arange(0, 16, 2) / 16)
+    assert rotary.inv_freq[-1] == pytest.approx(float(plain[-1]) / 3)
 
 
 def test_a_model_of_another_code_is_refused() -> None:
