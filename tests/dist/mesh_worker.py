@@ -114,9 +114,30 @@ def ragged(batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*others, {name: column[:-1] for name, column in last.items()}]
 
 
+class File:
+    """A file of weights, which notes the bytes of each part of a tensor that is read."""
+
+    def __init__(self, opened: Any, read: list[int]) -> None:
+        self.opened, self.read = opened, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor that is not read yet."""
+        return File(self.opened.get_slice(name), self.read)
+
+    def __getitem__(self, place: Any) -> Any:
+        part = self.opened[place]
+        self.read.append(part.nbytes)
+        return part
+
+
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
+    """Train to step `upto` of `planned`, from the checkpoint `from` if any; save after `saves`; export to `export`."""
     from accelerate.utils import gather_object
+    from safetensors import safe_open
+    from transformers import modeling_utils
 
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
@@ -136,10 +157,14 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     )
     accumulation = cell.get("accumulation", ACCUMULATION)
     micro = ROWS // accumulation // dp_size
+    planned = max(cell.get("planned", 4), cell["upto"])
     train_config = TrainConfig(
-        steps=max(4, cell["upto"]), micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
+        steps=planned, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
-    ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
+    read: list[int] = []  # where transformers reads parts
+    files = {"safe_open": lambda *where, **how: File(safe_open(*where, **how), read)}
+    with patched(modeling_utils, **(files if strategy.tp * strategy.ep > 1 else {})):
+        ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
     rows_are = cell.get("rows", "whole")
     start, saver = ranks.restored(cell, ours, schedule)
@@ -181,6 +206,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if dp_size == 1:
         measured["ragged"] = evaluate(ours, ragged(loader(spec.vocab, 7, 8, 0, 1, rows_are)))
     measured["calls"], measured["sent"] = called.number, called.bytes
+    measured["read"] = gather_object([sum(read)])
     measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)
     measured["recomputed"] = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
@@ -189,8 +215,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)
         measured["differing"] = wrong_parts(ours)
     if "export" in cell:
-        planned = save(ours, tokenizer, Path(cell["export"]))
-        result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))
+        exported = save(ours, tokenizer, Path(cell["export"]))
+        result = verify(ours, Path(cell["export"]), exported, next(loader(spec.vocab, 0, 1, 0, 1)))
         measured["logits_error"] = result.logits_error if result else None
     ours.accelerator.wait_for_everyone()
     return measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,9 @@ def test_a_run_is_guarded_and_records_it(tmp_path: Path) -> None:
     words = (*words, "--no-save", "--processes", 2, "--run-dir", run)
     ended = python(*words, code=2, env=environment(tmp_path, TOOLKIT_ENGINES="broken"))
     assert "guard: the cut of" in ended.stderr
+    assert re.search(
+        r"the first parameter with another gradient is model\.layers\.0\.self_attn\.[qk]_norm\.weight", ended.stderr
+    )
     assert not run.exists()
     python(*words, code=0)
     assert json.loads((run / "run.json").read_text())["guard"]["agrees"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,8 +60,16 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
             },
             ("cp 2", "chunked_attention"),
         ),
+        (
+            {
+                "config": transformers.Qwen3NextConfig(
+                    **SHAPE, vocab_size=256, layer_types=["linear_attention", "full_attention"]
+                )
+            },
+            ("cp 2", "Qwen3NextForCausalLM has linear_attention", "Leave out --cp"),
+        ),
     ],
-    ids=["compile", "ring", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4"],
+    ids=["compile", "ring", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4", "qwen3-next"],
 )
 def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(StrategyError) as refused:
@@ -72,8 +82,12 @@ def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tupl
     [
         (transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256), "position_ids"),
         (transformers.GptOssConfig(**SHAPE, vocab_size=256, num_local_experts=2, head_dim=16), "GptOss"),
+        (
+            transformers.BambaConfig(**SHAPE, vocab_size=256, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32),
+            "has layers BambaMixer with a state of their own. Leave out --cp",
+        ),
     ],
-    ids=["bloom", "gpt-oss"],
+    ids=["bloom", "gpt-oss", "bamba"],
 )
 def test_a_model_that_it_cannot_split_is_refused_by_the_forecast(config: Any, word: str) -> None:
     with pytest.raises(StrategyError, match=word):
@@ -91,6 +105,23 @@ def test_rows_that_would_be_lengthened_beyond_the_positions_are_refused() -> Non
     config = transformers.LlamaConfig(**SHAPE, vocab_size=256, max_position_embeddings=64)
     with pytest.raises(StrategyError, match=r"cp 3 lengthens rows to 66 tokens.* 64 positions. Choose --seq-len 63"):
         job(config, ranks=3, cp=3)
+
+
+def test_longer_rows_are_accepted_where_the_config_is_changed_as_the_refusal_says() -> None:
+    shape = {**SHAPE, "vocab_size": 256, "intermediate_size": 96, "max_position_embeddings": 64}
+    with pytest.raises(StrategyError, match=r"seq_len 192 is over the limit .* 64 positions") as refused:
+        job(transformers.LlamaConfig(**shape), train_config=TrainConfig(seq_len=192))
+    said = re.search(r"set max_position_embeddings (\d+) and add (.+) to rope_parameters", str(refused.value))
+    assert said is not None
+    rope = {"rope_type": "default", "rope_theta": 1e4, **json.loads(f"{{{said[2]}}}")}
+    config = transformers.LlamaConfig(**{**shape, "max_position_embeddings": int(said[1]), "rope_parameters": rope})
+    made = job(config, train_config=TrainConfig(seq_len=192))
+    assert made.train_config.seq_len == 192
+    rotary = transformers.LlamaForCausalLM(config).model.rotary_emb
+    # The lowest frequency does not turn once in the old rows: it is slower by this factor.
+    assert rope["factor"] == 3
+    plain = 1e4 ** -(torch.arange(0, 16, 2) / 16)
+    assert rotary.inv_freq[-1] == pytest.approx(float(plain[-1]) / 3)
 
 
 def test_a_model_of_another_code_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from programs import python
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -238,9 +238,10 @@ def test_dropout_would_repeat_itself_in_split_tokens(spec: ModelSpec) -> None:
         job_of(drops, tp_sequence=True)
 
 
-def test_split_tokens_keep_less_for_the_backward() -> None:
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen3Config])
+def test_split_tokens_keep_less_for_the_backward(kind: Any) -> None:
     """By the trace: of twelve layers' inputs each rank keeps a half."""
-    deep = describe(LlamaConfig(vocab_size=256, intermediate_size=96, **{**SHAPE, "num_hidden_layers": 12}))
+    deep = describe(kind(vocab_size=256, intermediate_size=96, head_dim=16, **{**SHAPE, "num_hidden_layers": 12}))
     kept = []
     for split in (False, True):
         job = job_of(deep, sharding="none", ranks=2, tp_sequence=split, loss="chunked")

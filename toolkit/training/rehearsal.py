@@ -1,6 +1,6 @@
 """`rehearse()`: the code of one rank of any number, alone. Its memory is real, its values mean nothing.
 
-A child takes three steps over torch's fake process group, where what is sent goes nowhere. Weights are zeros in a file without
+A child takes four steps over torch's fake process group, where what is sent goes nowhere. Weights are zeros in a file without
 content, of which only what the rank reads comes into memory: one rank of a model of any size can be rehearsed.
 """
 

@@ -28,8 +28,8 @@ from toolkit.models.files import SAFETENSORS_DTYPES, first_line
 from toolkit.training.expert_load import routed_modules
 from toolkit.training.small_run import SAID
 
-STEPS = 3
-"""The first makes the moments, the third is like all that follow."""
+STEPS = 4
+"""The first makes the moments, the third is like all that follow. What the last one sends is counted, which changes its memory."""
 
 
 def write_zeros(folder: str, config: Mapping[str, Any]) -> None:
@@ -188,14 +188,12 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     rank = prepared(accelerator, (model, optimizer))
     _balance_experts(rank)
     sent = SentBytes()
-    with _other_stages(), contextlib.ExitStack() as second:
+    with _other_stages(), contextlib.ExitStack() as last:
         for step in train(rank, rows, schedule):
-            seconds = step.seconds
-            if step.step == 1:  # the second step is counted, and the third timed
-                second.enter_context(sent)
-            elif step.step == 2:
-                second.close()
-    window.close()
+            if step.step == STEPS - 1:
+                seconds = step.seconds
+                window.close()
+                last.enter_context(sent)
     result = window.result()
     if result.peak_bytes is None:
         raise ToolkitError(f"nothing was measured: {result.reason}")
