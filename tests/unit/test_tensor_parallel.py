@@ -94,7 +94,7 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
         (
             {"sharding": "zero3"},
             4,
-            "sharding 'zero3' does not run with tp 2: DeepSpeed's tensor parallelism loads the whole model on each rank",
+            "sharding 'zero3' does not run with tp 2: DeepSpeed loads the whole model on each rank before it divides layers",
         ),
         ({"sharding": "ddp"}, 2, "sharding 'ddp' with tp 2 needs at least 4 ranks; got 2."),
         (

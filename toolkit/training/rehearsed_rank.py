@@ -1,4 +1,4 @@
-"""The process of `rehearse()`: load, prepare and three steps of one rank over torch's fake process group.
+"""The process of `rehearse()`: load, prepare and four steps of one rank over torch's fake process group.
 
 The fake group copies what a rank sends into what it gets, and leaves what it receives from another stage as it is.
 """

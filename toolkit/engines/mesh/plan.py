@@ -43,7 +43,7 @@ NORM_BEHIND = re.compile(r"\.post_(feedforward|mlp|ff)\w*norm")
 SUPPORTED = {
     "sharding": (
         ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
-        "DeepSpeed's tensor parallelism loads the whole model on each rank",
+        "DeepSpeed loads the whole model on each rank before it divides layers",
     ),
     "adapter": (("none", "lora"), "only LoRA's matrices are divided among ranks"),
     "offload": (("none",), "parts over several meshes are not moved to the host"),
