@@ -55,7 +55,8 @@ def test_the_learning_rate_advances_once_a_step_whatever_the_ranks(results: dict
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_the_weights_of_the_step_before(results: dict[str, Any]) -> None:
-    assert len(results["not_finite"]) == 14
+    """Under tp, too, where another rank of the group has finite logits."""
+    assert len(results["not_finite"]) == 16
     for cell, result in results["not_finite"].items():
         assert "step 3" in result["said"], cell
         assert "Weights are those of step 2" in result["said"], cell

@@ -14,11 +14,11 @@ from typing import Any
 from ranks import build, reset
 
 
-def micro_batches(train_config: Any, count: int, *, poison: int = 0) -> Iterator[dict[str, Any]]:
+def micro_batches(train_config: Any, count: int, *, tp: int = 1) -> Iterator[dict[str, Any]]:
     """This rank's part of a fixed sequence of samples of uneven length, the same global batches however they are split."""
     import torch
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ["RANK"]) // tp, int(os.environ["WORLD_SIZE"]) // tp
     generator = torch.Generator().manual_seed(3)
     samples = torch.randint(3, 256, (count, train_config.seq_len), generator=generator)
     labels = samples.clone()
@@ -110,14 +110,20 @@ def not_finite(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     cells = [(word, "fp32", how) for word in ("ddp", "zero1", "zero2", "zero3", "fsdp") for how in ("loss", "gradient")]
     cells += [(word, "bf16", "gradient") for word in ("ddp", "zero2", "zero3", "fsdp")]
+    cells += [("none", "fp32", how) for how in ("loss", "gradient")]  # with tp
     for sharding, precision, how in cells:
         reset()
-        train_config = TrainConfig(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
-        prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision=precision)
+        train_config, tp = (
+            TrainConfig(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0),
+            2 if sharding == "none" else 1,
+        )
+        prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision=precision, tp=tp)
         _poisoned(prepared, 3, how)
         before, said = [], ""
         try:
-            for _ in train(prepared, micro_batches(train_config, 16), schedule, samples=lambda step: f"sample-{step}"):
+            for _ in train(
+                prepared, micro_batches(train_config, 16, tp=tp), schedule, samples=lambda step: f"sample-{step}"
+            ):
                 before = weights(prepared)
         except NotFinite as error:
             said = str(error)
