@@ -207,7 +207,7 @@ tk.vary(lambda temperature: f"The {answers[temperature]}", temperature=list(answ
 # ## Was the forecast right?
 #
 # The report has the request, the audit, the losses, and the memory as it was forecast and measured. Its forecast is
-# that of the first panel, to the byte. So the ratio in the table of phases is how far you can trust that panel.
+# that of the first panel. So the ratio in the table of phases is how far you can trust that panel.
 
 # %%
 run.report()
@@ -221,7 +221,10 @@ tk.explore("timeline", run=run, controls=["micro_batch", "activation_checkpointi
 # %% tags=["check"]
 measured = run.memory["measured"]["peak_bytes"]
 assert all(answers.values())
-assert first.peak_bytes == run.memory["forecast"]["device"]["peak_bytes"]  # the panel forecast this very run
+# The panel forecast this very run, but for whether a row holds several documents: the data and the steps decide.
+step = tk.TrainConfig(micro_batch=MICRO_BATCH, **settings)
+alone = tk.forecast(tk.describe(), strategy, None, step, ranks=RANKS, one_document=True)
+assert run.memory["forecast"]["device"]["peak_bytes"] in (first.peak_bytes, alone.peak_bytes)
 assert abs(first.peak_bytes / measured - 1) < 0.1
 
 # %% [markdown]

@@ -142,7 +142,7 @@ def needs(*runs):
     rows = []
     for machine in ("1x cpu", "1x T4", "1x L4"):
         try:
-            options = {"ranks": 1, "save": False, "advice": False}
+            options = {"ranks": 1, "save": False, "num_checkpoints": 0, "advice": False}
             forecasts = [tk.forecast(spec, strategy, machine, step, **options) for spec, strategy, step in runs]
         except tk.StrategyError as refusal:
             rows.append((machine, "–", "–", str(refusal)))
