@@ -80,7 +80,7 @@ RANKS = tk.hardware().count if GPU else 2
 DEVICE = "cuda" if GPU else "cpu"
 
 
-def needs(*runs, one_document=True):
+def runs_need(*runs, one_document=True):
     """What a rank of the largest of these runs needs, forecast with the run's own settings for three machines.
 
     A row of so few steps is a piece of one document.
@@ -121,7 +121,7 @@ def show(chart, title, columns, rows):
 
 # %%
 STRATEGIES = {word: tk.Strategy(sharding=word, precision="bf16") for word in SHARDINGS.split(",")}
-needed = needs(*(("embedded", strategy, tk.TrainConfig(**BATCH)) for strategy in STRATEGIES.values()))
+needed = runs_need(*(("embedded", strategy, tk.TrainConfig(**BATCH)) for strategy in STRATEGIES.values()))
 needed
 
 # %% [markdown]
@@ -567,7 +567,7 @@ show(chart, "Bytes", ("sharding", "parameters", "masters", "optimizer"), rows)
 most_needed = max(run.memory["forecast"]["device"]["needed_bytes"] for run in runs.values())
 requests = [("embedded", strategy, tk.TrainConfig(**BATCH)) for strategy in STRATEGIES.values()]
 # Whether a row holds several documents, which take a mask, the data and the steps decide.
-either = {needs(*requests, one_document=each).rows[0][2] for each in (True, False)}
+either = {runs_need(*requests, one_document=each).rows[0][2] for each in (True, False)}
 assert GPU or format_bytes(most_needed) in either
 elements = tk.describe("embedded").elements
 for word, held in audits.items():
