@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import tiny
-from programs import python
 
 from toolkit import Strategy, TrainConfig, describe, rehearse
 from toolkit.core.errors import StrategyError
@@ -74,9 +73,9 @@ def test_the_gradient_of_a_tied_embedding_comes_after_the_layers_copies(tmp_path
 def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(f"w{number % 200}" for number in range(4096)))
     size = ("--seq-len", "256", "--micro-batch", "1", "--steps", "3", "--no-save", "--save-every", "0")
-    way = ("--processes", "2", "--sharding", "fsdp", "--activation-checkpointing", "full", "--loss", "whole")
-    given = ("--model", spec.source, "--data", "text.txt")
-    python("-m", "toolkit.cli", "train", *given, *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
+    way = ("--sharding", "fsdp", "--activation-checkpointing", "full", "--loss", "whole", "--run-dir", tmp_path / "run")
+    given = ("--model", spec.source, "--data", tmp_path / "text.txt")
+    tiny.run_recipe(2, (*given, *way, *size), tmp_path / "scratch")
     real = json.loads((tmp_path / "run" / "memory.json").read_text())["measured"]["per_rank"][1]["phases"]
     alone = rehearse(spec, Strategy(sharding="fsdp", loss="whole"), BATCH, ranks=2, rank=1).phases
     for name in ("forward", "step"):

@@ -17,8 +17,6 @@ from toolkit.exporters import generate
 
 pytestmark = pytest.mark.dist
 
-WORKER = Path(__file__).with_name("training_worker.py")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,11 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("training") / "results.json"
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    python(*command, "--rdzv_endpoint", "localhost:0", WORKER, model, out, code=0)
-    result: dict[str, Any] = json.loads(out.read_text())
-    return {**result, "out": out.parent, "model": model}
+    out = tmp_path_factory.mktemp("training")
+    cells = [{"check": name, "out": []} for name in ("accumulation", "not_finite", "scaling")]
+    cells += [{"check": name, "out": [str(out)]} for name in ("saved", "saved_without_a_spec")]
+    (results,) = tiny.run_groups("training_worker.py", [(2, cells)], model, out)
+    return {**{result["cell"]["check"]: result["gave"] for result in results}, "out": out, "model": model}
 
 
 def test_ddp_reduces_once_a_step_however_many_micro_batches(results: dict[str, Any]) -> None:
