@@ -120,7 +120,8 @@ def show(chart, title, columns, rows):
 # The largest of the runs on two ranks, which are in bf16, forecast for this processor and for two cards:
 
 # %%
-STRATEGIES = {word: tk.Strategy(sharding=word, precision="bf16") for word in SHARDINGS.split(",")}
+choices = {"precision": "bf16", "activation_checkpointing": "none", "loss": "chunked"}
+STRATEGIES = {word: tk.Strategy(sharding=word, **choices) for word in SHARDINGS.split(",")}
 needed = runs_need(*(("embedded", strategy, tk.TrainConfig(**BATCH)) for strategy in STRATEGIES.values()))
 needed
 
