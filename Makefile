@@ -72,6 +72,9 @@ grid: .venv/.installed
 	$(BIN)/python benchmarks/forecast_accuracy.py --runs 300
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/kill.py --meshes
+	$(BIN)/python benchmarks/rehearsals.py
+	for degrees in tp=2 pp=2 cp=2,sharding=ddp; do $(BIN)/python benchmarks/certificates.py --degrees $$degrees || exit 1; done
+	$(BIN)/python benchmarks/load_peak.py
 	$(BIN)/python benchmarks/script_exit.py
 	$(BIN)/python notebooks/execute_twice.py
 

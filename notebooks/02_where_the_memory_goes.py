@@ -38,7 +38,8 @@ if importlib.util.find_spec("toolkit") is None:
 # - **You can then** compute the memory of a training on paper, tell which part is too large, and repair a run that is
 #   out of memory.
 # - **Time** about 3 minutes on two processor cores.
-# - **Hardware** a processor is enough. A T4 or an L4 takes a larger model; the forecast below says how much of it.
+# - **Hardware** a processor is enough. A GPU gets a larger model. The forecast below says what the numbers that you
+#   set need, here, on a T4 and on an L4.
 #
 # Words that you meet here:
 #
@@ -117,6 +118,23 @@ spec = tk.describe(MODELS[VOCABULARIES[0]])
 P = spec.elements
 
 
+def needs(*runs):
+    """What a rank of the largest of these runs needs, forecast with the run's own settings for three machines."""
+    rows = []
+    for machine in ("1x cpu", "1x T4", "1x L4"):
+        try:
+            options = {"ranks": 1, "save": False, "num_checkpoints": 0, "advice": False}
+            forecasts = [tk.forecast(spec, strategy, machine, step, **options) for spec, strategy, step in runs]
+        except tk.StrategyError as refusal:
+            rows.append((machine, "–", "–", str(refusal)))
+            continue
+        most = max(forecasts, key=lambda forecast: forecast.needed_bytes)
+        fits = "yes" if most.fits else "no"
+        rows.append((machine, most.strategy.precision, format_bytes(most.needed_bytes), fits))
+    columns = ("machine", "precision", "a rank needs", "fits")
+    return Table(title="What this notebook's runs need", columns=columns, rows=rows)
+
+
 class Step:
     """One training step in plain torch, stopped after each line to add up the tensors that are there."""
 
@@ -184,6 +202,14 @@ def staircase(rows):
 
 
 # %% [markdown]
+# The largest run in this process has all rows and the largest vocabulary:
+
+# %%
+batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
+largest_run = needs((tk.describe(MODELS[VOCABULARIES[-1]]), plain, batch))
+largest_run
+
+# %% [markdown]
 # ## One step, line by line
 #
 # **Your guess:** how many bytes does a training need for each parameter, before it has read a single row? The model
@@ -215,7 +241,6 @@ assert abs(kept[BATCHES[-1]] / kept[BATCHES[0]] / (BATCHES[-1] / BATCHES[0]) - 1
 # the precision:
 
 # %%
-batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=BATCHES[-1], steps=STEPS)
 knobs = ["seq_len", "micro_batch", "attention", "precision", "activation_checkpointing"]
 tk.explore("memory", spec, None if GPU else "1x cpu", plain, batch, controls=knobs)
 
@@ -261,6 +286,8 @@ tk.vary(with_words, words=VOCABULARIES, loss=losses, start={"words": VOCABULARIE
 
 # %% tags=["check"]
 smallest, largest = VOCABULARIES[0], VOCABULARIES[-1]
+most_needed = max(trial.forecast.needed_bytes for trial in vocabularies.values())
+assert GPU or largest_run.rows[0][2] == format_bytes(most_needed)
 tokens = (largest - smallest) * BATCHES[-1] * SEQ_LEN
 a_logit = (forward_bytes(vocabularies[largest, "whole"]) - forward_bytes(vocabularies[smallest, "whole"])) / tokens
 assert a_logit >= 8  # the logits in fp32, and their softmax for the backward

@@ -37,7 +37,8 @@ if importlib.util.find_spec("toolkit") is None:
 # - **You can then** tell how many ranks a model needs to be read, choose attention, cache and padding, compare cards, and
 #   see in a preview what a chat template trains.
 # - **Time** about 3 minutes on two processor cores.
-# - **Hardware** a processor is enough: the large models are described and forecast, and a small one is measured.
+# - **Hardware** a processor is enough: the large models are described and forecast, and a small one is measured. A
+#   forecast below says what that takes.
 
 # %%
 import toolkit as tk
@@ -62,10 +63,11 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import time
-from array import array
 from pathlib import Path
 
+import numpy
 import torch
 from transformers import LlamaConfig, MixtralConfig
 
@@ -125,6 +127,38 @@ SMALL = {
 }
 pieces = [piece for path in embedded_files()[:60] for piece in path.read_text().split("\n\n") if len(piece) > 100]
 _ = Path("runs/pieces.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+plain = tk.Strategy(precision="fp32", attention="sdpa", activation_checkpointing="none", loss="whole")
+batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+# The six switches further below: the first run, and those that may need more.
+RUNS = (
+    (tk.describe(SMALL["dense"]), plain, batch),
+    (tk.describe(SMALL["dense"]), dataclasses.replace(plain, attention="eager"), batch),
+    (tk.describe(SMALL["experts"]), plain, batch),
+)
+
+
+def needs(*runs):
+    """What a rank of the largest of these runs needs, forecast with the run's own settings for three machines."""
+    rows = []
+    for machine in ("1x cpu", "1x T4", "1x L4"):
+        try:
+            options = {"ranks": 1, "save": False, "num_checkpoints": 0, "advice": False}
+            forecasts = [tk.forecast(spec, strategy, machine, step, **options) for spec, strategy, step in runs]
+        except tk.StrategyError as refusal:
+            rows.append((machine, "–", "–", str(refusal)))
+            continue
+        most = max(forecasts, key=lambda forecast: forecast.needed_bytes)
+        fits = "yes" if most.fits else "no"
+        rows.append((machine, most.strategy.precision, format_bytes(most.needed_bytes), fits))
+    columns = ("machine", "precision", "a rank needs", "fits")
+    return Table(title="What this notebook's runs need", columns=columns, rows=rows)
+
+
+# %% [markdown]
+# The small model's runs, with these numbers. A GPU has larger ones:
+
+# %%
+needs(*RUNS)
 
 # %% [markdown]
 # ## A large model, before a weight is read
@@ -200,27 +234,36 @@ CACHES = {
 }  # fmt: skip
 
 
-def chain(following, reads=200_000):
-    """ns of a read that must wait for the last one, interpreter included."""
-    numbers, at = array("q", following.numpy().tobytes()), 0
-    began = time.perf_counter()
-    for _ in range(reads):
-        at = numbers[at]
-    return (time.perf_counter() - began) / reads * 1e9
+def chain(following, reads=100_000):
+    """ns of a read that must wait for the last one, interpreter included: the median of nine chains.
+
+    The thread's own time, so that other processes do not count. numpy's memory lies in huge pages where the system has
+    them: a look into the page table is not the memory's latency.
+    """
+    numbers, at, times = memoryview(following), 0, []
+    for _ in range(9):
+        began = time.thread_time()
+        for _ in range(reads):
+            at = numbers[at]
+        times.append((time.thread_time() - began) / reads * 1e9)
+    return statistics.median(times)
 
 
 def this_processor():
     """The last cache, and two measured figures: GB/s of a long copy, and ns of a read from memory that waits for the last."""
     levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     cache = levels[-1].read_text().strip().replace("K", " KiB") if levels else "–"
-    source = torch.ones(2**26)
-    target, copies = source.clone(), 4
-    began = time.perf_counter()
-    for _ in range(copies):
-        target.copy_(source)
-    bandwidth = 2 * copies * source.nbytes / (time.perf_counter() - began) / 1e9
-    scattered, ordered = torch.randperm(2**24), torch.arange(1, 2**24 + 1) % 2**24
-    latency = chain(scattered) - chain(ordered)
+    source, times = numpy.ones(2**25), []
+    target = source.copy()
+    for _ in range(9):
+        began = time.thread_time()
+        numpy.copyto(target, source)
+        times.append(time.thread_time() - began)
+    bandwidth = 2 * source.nbytes / statistics.median(times) / 1e9
+    order = numpy.random.default_rng(0).permutation(2**24)
+    scattered = numpy.empty_like(order)
+    scattered[order] = numpy.roll(order, -1)  # one cycle through all: a short one would lie in the cache
+    latency = chain(scattered) - chain(numpy.roll(numpy.arange(2**24), -1))
     return cache, bandwidth, latency
 
 
@@ -239,21 +282,22 @@ def precisions(card):
 
 
 def hardware_table(compared_with):
-    rows = [
-        ("this processor", f"{os.cpu_count()} cores", "–", f"{bandwidth:,.0f} GB/s", cache, f"{latency:,.0f} ns", "–")
-    ]
+    memory = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    measured = (f"{bandwidth:,.0f} GB/s", cache, f"{latency:,.0f} ns")
+    rows = [("this processor", os.cpu_count(), memory, "–", *measured, ", ".join(tk.hardware("1x cpu").device.dtypes))]
     base = CARDS[compared_with]
     for name, mib in CACHES.items():
         card = CARDS[name]
         speed = f"{card.tflops_half:g} ({card.tflops_half / base.tflops_half:.1f} x)"
         rows.append(
-            (name, f"{card.gib:.0f} GiB", speed, f"{card.memory:,.0f} GB/s", f"{mib} MiB", "–", precisions(card))
+            (name, "–", f"{card.gib:.0f} GiB", speed, f"{card.memory:,.0f} GB/s", f"{mib} MiB", "–", precisions(card))
         )
-    columns = ("", "memory", f"TFLOPS in 16 bits (x: {compared_with}'s)", "bandwidth", "cache", "latency", "precisions")
+    operations = f"TFLOPS in 16 bits (x: {compared_with}'s)"
+    columns = ("", "cores", "memory", operations, "bandwidth", "cache", "latency", "precisions")
     note = (
         "GPUs: data sheets; MI250X: one of its two dies, which is a device of its own. "
-        "This processor is measured here: a long copy by one thread, and a chain of scattered reads, "
-        "each of which waits for the last, less the same in order. "
+        "This processor is measured here, the median of nine times: a long copy by one thread, and a chain of "
+        "scattered reads, each of which waits for the last, less the same in order. "
         "A GPU hides latency behind thousands of threads; a processor cannot."
     )
     return Table(title="Hardware", columns=columns, rows=rows, notes=(note,))
@@ -289,14 +333,14 @@ def refused(name):
     return ""
 
 
+assert 5 < bandwidth < 200  # GB/s that one thread copies
+assert 20 < latency < 500  # ns of a read from memory
 assert "PyTorch/XLA" in refused("TPU v5e")
 assert "own software" in refused("Cerebras CS-3")
 assert "Name the card" in refused("ROCm")
 assert not refused("8x MI250X")
 
 # %% tags=["helper"]
-plain = tk.Strategy(precision="fp32", attention="sdpa", activation_checkpointing="none", loss="whole")
-batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
 data = tk.RunConfig(model=SMALL["dense"], data="runs/pieces.jsonl")
 
 
@@ -355,6 +399,8 @@ assert sum(step.tokens for step in rows[0].steps) > sum(step.tokens for step in 
 assert moe[1].parts["parameters"] > 1.5 * moe[0].parts["parameters"]
 assert abs(specs[1].active_elements / specs[0].elements - 1) < 0.01
 assert all(0.9 < trial.ratio < 1.1 for pair in PAIRS.values() for trial in pair.values())
+most_needed = max(trial.forecast.needed_bytes for pair in PAIRS.values() for trial in pair.values())
+assert GPU or needs(*RUNS).rows[0][2] == format_bytes(most_needed)
 assert (
     max(abs(a - b) for pair in (attention, activations) for a, b in zip(pair[0].losses, pair[1].losses, strict=True))
     < 1e-3

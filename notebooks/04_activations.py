@@ -37,7 +37,7 @@ if importlib.util.find_spec("toolkit") is None:
 #   ([02_where_the_memory_goes](02_where_the_memory_goes.ipynb)), and what a Transformer's layer does.
 # - **You can then** count what a layer keeps, decide whether to recompute, and find the largest batch with and without.
 # - **Time** about 2 minutes on two processor cores.
-# - **Hardware** a processor is enough for the layers that are measured. The 8B model is a forecast.
+# - **Hardware** a processor is enough for what is measured; its forecast is below. The 8B model is a forecast.
 
 # %%
 import toolkit as tk
@@ -59,6 +59,7 @@ SEQ_LEN = 1024 if GPU else 256  # of a row in those runs
 MICRO_BATCH = 8
 
 # %% tags=["helper"]
+import dataclasses
 import math
 import time
 import warnings
@@ -82,6 +83,30 @@ from toolkit.training.step_profile import StepProfiles
 Path("runs").mkdir(exist_ok=True)
 _ = Path("runs/prose.txt").write_text("\n\n".join(topics.values()), encoding="utf-8")
 device = "cuda" if GPU else "cpu"
+
+
+batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+KEPT = tk.Strategy(activation_checkpointing="none", precision="fp32", loss="whole")
+
+
+def needs(*runs, one_document=True):
+    """What a rank of the largest of these runs needs, forecast with the run's own settings for three machines.
+
+    The text of these runs is one document.
+    """
+    rows = []
+    for machine in ("1x cpu", "1x T4", "1x L4"):
+        try:
+            options = {"ranks": 1, "save": False, "num_checkpoints": 0, "one_document": one_document, "advice": False}
+            forecasts = [tk.forecast(spec, strategy, machine, step, **options) for spec, strategy, step in runs]
+        except tk.StrategyError as refusal:
+            rows.append((machine, "–", "–", str(refusal)))
+            continue
+        most = max(forecasts, key=lambda forecast: forecast.needed_bytes)
+        fits = "yes" if most.fits else "no"
+        rows.append((machine, most.strategy.precision, format_bytes(most.needed_bytes), fits))
+    columns = ("machine", "precision", "a rank needs", "fits")
+    return Table(title="What this notebook's runs need", columns=columns, rows=rows)
 
 
 class Layer(nn.Module):
@@ -149,6 +174,12 @@ def inputs_kept(**options):
 
 
 inner = inputs_kept()
+
+# %% [markdown]
+# The larger of the two runs further below keeps all activations:
+
+# %%
+needs(("embedded", KEPT, batch))
 
 # %% [markdown]
 # ## What one layer keeps
@@ -366,14 +397,10 @@ assert all(measured["m = 1", depth] < measured["m = √L", depth] for depth in D
 assert all(measured["m = 1", depth] < 1.5 * measured["m = √(L/i)", depth] for depth in DEPTHS)
 
 # %% tags=["helper"]
-batch = tk.TrainConfig(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, steps=STEPS)
+strategies = {"kept": KEPT, "recomputed": dataclasses.replace(KEPT, activation_checkpointing="full")}
 trials = {
-    name: tk.profile_steps(
-        tk.Strategy(activation_checkpointing=word, precision="fp32", loss="whole"),
-        batch,
-        tk.RunConfig(data="runs/prose.txt"),
-    )
-    for name, word in {"kept": "none", "recomputed": "full"}.items()
+    name: tk.profile_steps(strategy, batch, tk.RunConfig(data="runs/prose.txt"))
+    for name, strategy in strategies.items()
 }
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -407,6 +434,9 @@ pairs = zip(trials["kept"].losses, trials["recomputed"].losses, strict=True)
 assert max(abs(one_ / two - 1) for one_, two in pairs) < 1e-4
 assert trials["kept"].peak_bytes > 1.2 * trials["recomputed"].peak_bytes
 assert max(abs(trial.ratio - 1) for trial in trials.values()) < 0.08
+# Whether a row holds several documents, which take a mask, the data and the steps decide.
+needed = {needs(("embedded", KEPT, batch), one_document=each).rows[0][2] for each in (True, False)}
+assert GPU or format_bytes(trials["kept"].forecast.needed_bytes) in needed
 ratio = trials["recomputed"].forecast.operations / trials["kept"].forecast.operations
 assert 1.1 < ratio < 4 / 3  # embedding, head and loss are not recomputed
 

@@ -80,6 +80,32 @@ RANKS = tk.hardware().count if GPU else 2
 DEVICE = "cuda" if GPU else "cpu"
 
 
+def runs_need(*runs, one_document=True):
+    """What a rank of the largest of these runs needs, forecast with the run's own settings for three machines.
+
+    A row of so few steps is a piece of one document.
+    """
+    rows = []
+    for machine in (f"{RANKS}x cpu", f"{RANKS}x T4", f"{RANKS}x L4"):
+        try:
+            options = {
+                "ranks": RANKS,
+                "save": False,
+                "num_checkpoints": 0,
+                "one_document": one_document,
+                "advice": False,
+            }
+            forecasts = [tk.forecast(spec, strategy, machine, step, **options) for spec, strategy, step in runs]
+        except tk.StrategyError as refusal:
+            rows.append((machine, "–", "–", str(refusal)))
+            continue
+        most = max(forecasts, key=lambda forecast: forecast.needed_bytes)
+        fits = "yes" if most.fits else "no"
+        rows.append((machine, most.strategy.precision, format_bytes(most.needed_bytes), fits))
+    columns = ("machine", "precision", "a rank needs", "fits")
+    return Table(title="What this notebook's runs need", columns=columns, rows=rows)
+
+
 def table(title, columns, rows):
     """A table that shows itself."""
     return Table(title=title, columns=columns, rows=rows)
@@ -91,14 +117,13 @@ def show(chart, title, columns, rows):
 
 
 # %% [markdown]
-# The runs on two ranks, forecast for this processor and for two cards:
+# The largest of the runs on two ranks, which are in bf16, forecast for this processor and for two cards:
 
 # %%
-rows = []
-for machine in (f"{RANKS}x cpu", f"{RANKS}x T4", f"{RANKS}x L4"):
-    need = tk.forecast("embedded", tk.Strategy(sharding="ddp"), machine, tk.TrainConfig(**BATCH), ranks=RANKS)
-    rows.append((machine, need.strategy.precision, format_bytes(need.needed_bytes), "yes" if need.fits else "no"))
-table("What this notebook's runs need", ("machine", "precision auto means", "a rank needs", "fits"), rows)
+choices = {"precision": "bf16", "activation_checkpointing": "none", "loss": "chunked"}
+STRATEGIES = {word: tk.Strategy(sharding=word, **choices) for word in SHARDINGS.split(",")}
+needed = runs_need(*(("embedded", strategy, tk.TrainConfig(**BATCH)) for strategy in STRATEGIES.values()))
+needed
 
 # %% [markdown]
 # **Your guess**, before you run on. A weight is 1. You subtract 0.001 from it, a thousand times, in bf16. Where does
@@ -513,8 +538,7 @@ tk.explore(
 
 # %%
 runs = {}
-for word in SHARDINGS.split(","):
-    strategy = tk.Strategy(sharding=word, precision="bf16")
+for word, strategy in STRATEGIES.items():
     run = tk.launch("toolkit.finetune", strategy, processes=RANKS, steps=STEPS, save=False, save_seconds=0, **BATCH)
     runs[word] = run.wait(progress=False)
 
@@ -541,6 +565,11 @@ rows = [(word, *map(format_bytes, each.values())) for word, each in sizes.items(
 show(chart, "Bytes", ("sharding", "parameters", "masters", "optimizer"), rows)
 
 # %% tags=["check"]
+most_needed = max(run.memory["forecast"]["device"]["needed_bytes"] for run in runs.values())
+requests = [("embedded", strategy, tk.TrainConfig(**BATCH)) for strategy in STRATEGIES.values()]
+# Whether a row holds several documents, which take a mask, the data and the steps decide.
+either = {runs_need(*requests, one_document=each).rows[0][2] for each in (True, False)}
+assert GPU or format_bytes(most_needed) in either
 elements = tk.describe("embedded").elements
 for word, held in audits.items():
     kinds, shard = held["dtypes"], elements / RANKS

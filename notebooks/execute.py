@@ -256,7 +256,7 @@ def _without_widget(output: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return output
     data = dict(output["data"])
     widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-    if "text/html" in data or "image/svg+xml" in data or widget:
+    if {"text/html", "text/markdown", "image/svg+xml"} & set(data) or widget:
         data.pop("text/plain", None)
     return {**output, "data": data} if data else None
 

@@ -20,7 +20,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "05_precision": {"STEPS": 2, "SHARDINGS": "fsdp", "STAGES": "zero3", "SCALE": 2.0**20, "TOKENS": 80},
     "06_zero_and_fsdp": {
-        "STEPS": 2, "SHARDINGS": "zero2,fsdp_grad_op", "ACCUMULATION": 3, "WORDS": "fsdp", "PUBLISHED": "2x RTX-3090",
+        "STEPS": 2, "SHARDINGS": "zero2,fsdp_grad_op", "ACCUMULATION": 3, "WORDS": "fsdp", "PUBLISHED": "RTX-3090",
     },
     "07_lora_and_qlora": {
         "WIDTH": 192, "BASE_STEPS": 4, "STEPS": 2, "RANK": 4, "SEQ_LEN": 64, "MICRO_BATCH": 2, "SHARDED": "zero3",
@@ -40,7 +40,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "03_load_a_large_model": {"SEQ_LEN": 96, "NEW_TOKENS": 3},
     "04_activations": {"TOKENS": 96, "MICRO_BATCH": 4},
     "05_precision": {"STEPS": 3, "SCALE": 2.0**22},
-    "06_zero_and_fsdp": {"ACCUMULATION": 2, "PUBLISHED": "2x TITAN-RTX"},
+    "06_zero_and_fsdp": {"ACCUMULATION": 2, "PUBLISHED": "TITAN-RTX"},
     "07_lora_and_qlora": {"STEPS": 3, "RANK": 2, "SHARDED": "fsdp"},
     "08_beyond_data_parallel": {"STEPS": 5, "EXPERTS": 6},
 }

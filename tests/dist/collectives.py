@@ -39,8 +39,11 @@ class Collectives(TorchDispatchMode):
             kind = "all_reduce" if name.startswith("c10d") else name.partition("::")[2]
             for tensor in args[0] if isinstance(args[0], list) else [args[0]]:
                 if tensor.ndim > 1:
+                    part = PARTS[kind](self.ranks)
+                    if kind == "all_to_all_single" and (rows := args[2]):  # for each rank, which may be unequal
+                        part = 1 - rows[torch.distributed.get_rank()] / max(1, sum(rows))
                     self.number[kind] += 1
-                    self.bytes[kind] += round(tensor.numel() * tensor.element_size() * PARTS[kind](self.ranks))
+                    self.bytes[kind] += round(tensor.numel() * tensor.element_size() * part)
         elif name.startswith(("c10d::", "_c10d_functional")) and not name.endswith(PASSED_ON):
             leaves = torch.utils._pytree.tree_leaves(args)
             if any(isinstance(each, torch.Tensor) and each.ndim > 1 for each in leaves):

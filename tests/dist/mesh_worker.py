@@ -74,6 +74,14 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
             forward_backward(accelerator, ours.model, others * config.accumulation)
         except ToolkitError as error:
             refused.append(str(error))
+    if sizes.pp > 1:
+        row, shorter = (
+            {name: column[None, :end] for name, column in rows[0].items()} for end in (SEQ_LEN, SEQ_LEN - 1)
+        )
+        try:
+            forward_backward(accelerator, ours.model, [row] * (config.accumulation - 1) + [shorter])
+        except ToolkitError as error:
+            refused.append(str(error))
     batches = iter(accelerator.prepare(DataLoader(rows, batch_size=config.micro_batch)))
     while micro_batches := list(itertools.islice(batches, config.accumulation)):
         loss = forward_backward(accelerator, ours.model, micro_batches)
@@ -100,12 +108,41 @@ def own_loop(ours: Any, schedule: Any, vocab: int, steps: int) -> dict[str, Any]
     return {"steps": taken, "refused": refused}
 
 
+def ragged(batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same batches, the last of which has a row less, as an evaluation's rows need not fill it."""
+    *others, last = batches
+    return [*others, {name: column[:-1] for name, column in last.items()}]
+
+
+class File:
+    """A file of weights, which notes the bytes of each part of a tensor that is read."""
+
+    def __init__(self, opened: Any, read: list[int]) -> None:
+        self.opened, self.read = opened, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor that is not read yet."""
+        return File(self.opened.get_slice(name), self.read)
+
+    def __getitem__(self, place: Any) -> Any:
+        part = self.opened[place]
+        self.read.append(part.nbytes)
+        return part
+
+
 def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train to step `upto`, from the checkpoint `from` or from the beginning; save after `saves`; export to `export`."""
+    """Train to step `upto` of `planned`, from the checkpoint `from` if any; save after `saves`; export to `export`."""
     from accelerate.utils import gather_object
+    from safetensors import safe_open
+    from transformers import modeling_utils
 
     from toolkit.config.strategy import Strategy
     from toolkit.config.train_config import TrainConfig
+    from toolkit.engines.pipeline import stages
+    from toolkit.engines.upstream import patched
     from toolkit.exporters import save, verify
     from toolkit.models import describe
     from toolkit.training.loop import train
@@ -120,10 +157,14 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     )
     accumulation = cell.get("accumulation", ACCUMULATION)
     micro = ROWS // accumulation // dp_size
+    planned = max(cell.get("planned", 4), cell["upto"])
     train_config = TrainConfig(
-        steps=max(4, cell["upto"]), micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
+        steps=planned, micro_batch=micro, accumulation=accumulation, seq_len=SEQ_LEN, lr=2e-3, warmup=1
     )
-    ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
+    read: list[int] = []  # where transformers reads parts
+    files = {"safe_open": lambda *where, **how: File(safe_open(*where, **how), read)}
+    with patched(modeling_utils, **(files if strategy.tp * strategy.ep > 1 else {})):
+        ours, schedule, tokenizer = ranks.build(cell["folder"], train_config, cell.get("plan"), **cell["strategy"])
     exact = strategy.adapter == "none" and matrix_worker.same_as(cell["folder"], ours.job.engine.shards(ours), spec)
     rows_are = cell.get("rows", "whole")
     start, saver = ranks.restored(cell, ours, schedule)
@@ -135,12 +176,20 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if saver and start in cell.get("saves", ()):  # what was read, as this strategy writes it
         saver.save(start)
     called = collectives.Collectives(ours.job.ranks)
-    with called if cell.get("counts") else contextlib.nullcontext():
+    copied: list[list[str]] = []  # by each forward of a stage, to the device
+    to_device, forwards, audits = stages.to_device, [], []
+
+    def copy(columns: dict[str, Any], device: Any) -> Any:
+        copied.append(sorted(columns))
+        return to_device(columns, device)
+
+    with called if cell.get("counts") else contextlib.nullcontext(), patched(stages, to_device=copy):
         for step in train(ours, batches, schedule, start=start):
             steps.append([step.loss, step.grad_norm, step.tokens])
             loads.append(step.experts)
+            forwards.append(len(copied))
             if step.step in (start + 1, cell["upto"]):  # at the end, too, replicas are equal
-                audit(ours, gradients=step.gradients)
+                audits.append(str(audit(ours, gradients=step.gradients)))
             if saver and step.step in cell.get("saves", ()):
                 saver.save(step.step)
             if step.step == cell["upto"]:
@@ -152,7 +201,12 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     evaluated = evaluate(ours, loader(spec.vocab, 7, 8, dp_rank, dp_size, rows_are))
     counted = gather_object([ours.job.engine.counters(ours).steps])
     measured = {"steps": steps, "evaluated": evaluated, "exact": exact, "experts": loads, "counted": counted}
+    measured["forwards"], measured["copied"] = gather_object([forwards]), gather_object([copied[:1]])
+    measured["audits"] = audits
+    if dp_size == 1:
+        measured["ragged"] = evaluate(ours, ragged(loader(spec.vocab, 7, 8, 0, 1, rows_are)))
     measured["calls"], measured["sent"] = called.number, called.bytes
+    measured["read"] = gather_object([sum(read)])
     measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)
     measured["recomputed"] = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
@@ -161,8 +215,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         next(parameter for name, parameter in named if name.endswith(cell["spoil"])).data.add_(rank)
         measured["differing"] = wrong_parts(ours)
     if "export" in cell:
-        planned = save(ours, tokenizer, Path(cell["export"]))
-        result = verify(ours, Path(cell["export"]), planned, next(loader(spec.vocab, 0, 1, 0, 1)))
+        exported = save(ours, tokenizer, Path(cell["export"]))
+        result = verify(ours, Path(cell["export"]), exported, next(loader(spec.vocab, 0, 1, 0, 1)))
         measured["logits_error"] = result.logits_error if result else None
     ours.accelerator.wait_for_everyone()
     return measured

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,6 +44,22 @@ def start(*words: object, **options: Any) -> subprocess.Popen[str]:
     known = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: subprocess.Popen[str] = subprocess.Popen([sys.executable, *map(str, words)], **{**known, **options})
     return process
+
+
+def run_benchmark(name: str, *flags: str) -> object:
+    """Run a benchmark in this process, by its own command line, over ranks that one server forks: what it gives to `sys.exit`."""
+    before = signal.getsignal(signal.SIGTERM)  # a benchmark's handler goes with it
+    path = ROOT / "benchmarks" / f"{name}.py"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)
+        patch.setattr(sys, "argv", [path.name, *flags])
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return 0
 
 
 def launch_config(ranks: int) -> dict[str, Any]:

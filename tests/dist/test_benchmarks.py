@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import runpy
-import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import ROOT
+from programs import ROOT, run_benchmark
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -22,23 +18,6 @@ FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "def main()" in path.read_text())
 ELSEWHERE = {"forecast_accuracy"}
 """What `test_forecast_accuracy.py` runs, with more than a smoke test's cells."""
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """A benchmark's handler goes with it."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def exit_code(name: str) -> object:
-    """Run a benchmark; what it gives to `sys.exit`."""
-    try:
-        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    except SystemExit as ended:
-        return ended.code
-    return 0
 
 
 def test_these_are_the_benchmarks() -> None:
@@ -89,8 +68,7 @@ def test_a_benchmark_runs_and_says_of_which_commit(name: str, tmp_path: Path, mo
     stored = {path: path.read_bytes() for path in (FOLDER / "results").iterdir()}
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke", "--results", str(tmp_path)])
-    assert not exit_code(name)
+    assert not run_benchmark(name, "--smoke", "--results", str(tmp_path))
     assert {path: path.read_bytes() for path in (FOLDER / "results").iterdir()} == stored
     name = {"gpu": "gpu-dry-run"}.get(name, name)
     commit = json.loads((tmp_path / f"{name}.json").read_text())["commit"]

@@ -43,6 +43,7 @@ TWO: dict[str, Cell] = {
     "fsdp, dora": ("llama", {"sharding": "fsdp", **DORA}, "documents"),
     "zero2, qlora, gather": ("llama", {"sharding": "zero2", **QLORA, **GATHER}, "whole"),
     "fsdp, qlora": ("llama", {"sharding": "fsdp", **QLORA}, "whole"),
+    "zero2, optimizer": ("llama", {"sharding": "zero2", "offload": "optimizer"}, "whole"),
 }  # fmt: skip
 FOUR: dict[str, Cell] = {
     "cp4 of two key heads": ("llama", {"sharding": "ddp", "cp": 4}, "documents"),
@@ -57,11 +58,19 @@ FOUR: dict[str, Cell] = {
 }
 
 SAVED = {
-    2: ("ddp, lora", "fsdp, dora", "fsdp, qlora", "zero3, cpu, whole loss"),
+    2: (
+        *("ddp, lora", "fsdp, dora", "fsdp, qlora", "zero3, cpu, whole loss", "zero1, padded", "zero2, gather, padded"),
+        *("zero2, optimizer", "fsdp_grad_op, eager, selective"),
+    ),
     4: ("cp2 in hsdp", "cp2 over tp2", "cp2 over tp2 in fsdp", "cp2 over tp2 in ep4"),
 }
 """Ranks → cells that save, export and are resumed."""
 RESUMED = [(ranks, name) for ranks, names in SAVED.items() for name in names]
+
+COUNTED = {"none": 4 * 2 * 3, "ddp, gather, documents": 2 * 2 * 3}
+"""Cells of two ranks and the all-to-alls of a micro-batch: of queries, keys, values and outputs, or of keys and values.
+
+In each of two layers, in the forward, its recomputation and the backward."""
 
 Gave = dict[tuple[int, str], dict[str, Any]]
 
@@ -91,15 +100,20 @@ def gave(root: Path) -> Gave:
         model, strategy, rows = given
         more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
         strategy = {"loss": "chunked", **strategy}
-        return {"name": name, "folder": str(root / model), "strategy": strategy, "rows": rows, **{"upto": 4, **more}}
+        return {
+            "name": name,
+            "folder": str(root / model),
+            "strategy": strategy,
+            "rows": rows,
+            **{"upto": 4, "planned": 12, **more},
+        }
 
     def split(cells: dict[str, Cell], ranks: int) -> list[dict[str, Any]]:
         made = []
         for name, (model, strategy, rows) in cells.items():
             given, saves = (model, {"cp": 2, **strategy}, rows), name in SAVED[ranks]
-            made.append(
-                cell(name, given, **{"into": name, "saves": [2], "export": f"{name}, exported"} if saves else {})
-            )
+            more: dict[str, Any] = {"into": name, "saves": [2], "export": f"{name}, exported"} if saves else {}
+            made.append(cell(name, given, counts=ranks == 2 and name in COUNTED, **more))
             made += [cell(f"{name}, resumed", given, **{"from": f"{name}/step-00000002"})] if saves else []
         return made
 
@@ -112,7 +126,11 @@ def gave(root: Path) -> Gave:
                 cell(name, (model, {key: way[key] for key in LORA if key in way}, rows))
                 for name, (model, way, rows) in alone.items()
             ]
-            + [cell("own", ("llama", {}, "whole"), own=True), cell("twenty", ("qwen3", {}, "documents"), upto=20)],
+            + [
+                cell("own", ("llama", {}, "whole"), own=True),
+                cell("twenty", ("qwen3", {}, "documents"), upto=20),
+                cell("twelve", ("llama", {}, "whole"), upto=12),
+            ],
         ),
         (
             2,
@@ -126,6 +144,7 @@ def gave(root: Path) -> Gave:
                     **{"from": "cp/step-00000002"},
                     into="z",
                     saves=[3],
+                    upto=12,
                 ),
                 cell("and back", ("llama", {"sharding": "fsdp", "cp": 2}, "whole"), **{"from": "z/step-00000003"}),
             ],
@@ -173,12 +192,20 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "rows"),
-    [(2, "to zero3", "whole"), (2, "and back", "whole"), (1, "of tp2", "documents"), (4, "and back", "documents")],
+    ("ranks", "name", "reference", "count"),
+    [
+        (2, "to zero3", "twelve", 10),
+        (2, "and back", "twelve", 1),
+        (1, "of tp2", "llama, documents", 2),
+        (4, "and back", "llama, documents", 1),
+    ],
 )
-def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, ranks: int, name: str, rows: str) -> None:
-    steps = gave[ranks, name]["steps"]
-    tiny.assert_same(steps, gave[1, f"llama, {rows}"]["steps"][-len(steps) :])
+def test_a_checkpoint_goes_on_under_another_strategy(
+    gave: Gave, ranks: int, name: str, reference: str, count: int
+) -> None:
+    steps, start = gave[ranks, name]["steps"], int(gave[ranks, name]["cell"]["from"][-8:])
+    assert len(steps) == count
+    tiny.assert_same(steps, gave[1, reference]["steps"][start : start + count])
 
 
 def test_twenty_steps_are_those_of_one_process(gave: Gave) -> None:
@@ -187,6 +214,17 @@ def test_twenty_steps_are_those_of_one_process(gave: Gave) -> None:
     assert len(expected) == 20
     assert max(norm for _, norm, _ in expected) > 1
     tiny.assert_same(gave[4, "twenty"]["steps"], expected)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_collectives_of_a_step_are_those_of_the_forecast(gave: Gave, name: str) -> None:
+    """In number, kind and bytes. Four steps of two micro-batches."""
+    result = gave[2, name]
+    assert result["calls"] == {"all_to_all_single": 4 * 2 * COUNTED[name]}
+    exchanged = [
+        size for what, size in result["transfers"] if what in ("heads, exchanged", "keys and values, gathered")
+    ]
+    assert sum(result["sent"].values()) == 4 * sum(exchanged)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -214,7 +252,7 @@ def test_the_export_is_the_trained_model(gave: Gave, ranks: int, name: str) -> N
 def test_a_run_is_forecast_and_holds_a_share_of_the_activations(
     tmp_path: Path, kind: str, tp: int, precision: str
 ) -> None:
-    """From the shell; rows without padding, so that no mask of s × s hides the activations. In bf16 FSDP2 copies the rows."""
+    """Two ranks from the shell; no row is padded, so that no mask of s × s hides the activations. In bf16 FSDP2 copies the rows."""
     (tmp_path / "text.txt").write_text(" ".join(f"w{number * 7 % 2000}" for number in range(20_000)))
     size = (
         "--seq-len",
@@ -227,9 +265,12 @@ def test_a_run_is_forecast_and_holds_a_share_of_the_activations(
         "none",
         "--no-save",
     )
-    way = ("--processes", str(2 * tp), "--sharding", "fsdp", "--cp", "2", "--tp", str(tp), "--cp-attention", kind)
-    command = ("train", "--data", "text.txt", *way, *size, "--precision", precision, "--no-guard", "--run-dir", "run")
-    python("-m", "toolkit.cli", *command, cwd=tmp_path, code=0)
+    way = ("--sharding", "fsdp", "--cp", "2", "--tp", str(tp), "--cp-attention", kind, "--precision", precision)
+    command = ("--data", tmp_path / "text.txt", *way, *size, "--no-guard", "--run-dir", tmp_path / "run")
+    if tp == 1:
+        python("-m", "toolkit.cli", "train", "--processes", "2", *command, cwd=tmp_path, code=0)
+    else:
+        tiny.run_recipe(2 * tp, command, tmp_path / "scratch")
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     for rank in memory["measured"]["per_rank"]:
         assert memory["forecast"]["device"]["peak_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.04)

@@ -29,6 +29,7 @@ TWO: dict[str, Cell] = {
     "qwen2, fsdp": ("qwen2_moe", {"sharding": "fsdp", "ep": 2, **NONE}),
     "gpt-oss, fsdp": ("gpt_oss", {"sharding": "fsdp", "ep": 2, **NONE}),
     "deepseek, fsdp": ("deepseek", {"sharding": "fsdp", "ep": 2, **FULL}),
+    "glm4, fsdp": ("glm4_moe", {"sharding": "fsdp", "ep": 2, **FULL}),
     "balanced, none": ("balanced", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
     "mixtral, none": ("mixtral", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
     "qwen3, none": ("qwen3_moe", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
@@ -50,7 +51,7 @@ FOUR: dict[str, Cell] = {
 Gave = dict[tuple[int, str], dict[str, Any]]
 ALONE: dict[str, Cell] = {
     model: (model, {})
-    for model in ("mixtral", "balanced", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek", "idle", "top one")
+    for model in ("mixtral", "balanced", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek", "glm4_moe", "idle", "top one")
 }
 ALONE |= {"mixtral lora": ("mixtral", {**LORA, "lora_dropout": 0.0}), "qwen3_moe lora": ("qwen3_moe", LORA)}
 
@@ -87,6 +88,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.qwen2_moe(root / "qwen2_moe")
     tiny.gpt_oss(root / "gpt_oss")
     tiny.deepseek(root / "deepseek")
+    tiny.glm4_moe(root / "glm4_moe")
     return root
 
 
@@ -95,27 +97,38 @@ def gave(root: Path) -> Gave:
     def cell(name: str, given: Cell, **more: Any) -> dict[str, Any]:
         model, strategy = given
         more = {key: str(root / value) if key in ("from", "into", "export") else value for key, value in more.items()}
-        return {"name": name, "folder": str(root / model), "strategy": strategy, "upto": 4, **more}
+        return {"name": name, "folder": str(root / model), "strategy": strategy, **{"upto": 4, "planned": 12, **more}}
 
     two = {
         "mixtral, fsdp": {"into": "ep", "saves": [2], "export": "mixtral-two"},
         "qwen3, none": {"export": "qwen3_moe-two"},
+        "a rank without tokens, fsdp": {"counts": True},
         "lora, fsdp": {"into": "lora", "saves": [2], "export": "lora-two"},
     }
+    four = {name: {"into": name, "saves": [3]} for name in ("qwen3, one expert a rank", "qwen3, replicas")}
     groups = [
-        (1, [cell(name, given) for name, given in ALONE.items()]),
+        (
+            1,
+            [
+                *(cell(name, given) for name, given in ALONE.items()),
+                cell("twelve", ("mixtral", {}), upto=12),
+                cell("own", ("mixtral", {}), own=True),
+            ],
+        ),
         (
             2,
             [
                 *(cell(name, given, **two.get(name, {})) for name, given in TWO.items()),
                 cell("balanced, fsdp alone", ("balanced", {"sharding": "fsdp"})),
                 cell("balanced, fsdp", ("balanced", {"sharding": "fsdp", "ep": 2})),
+                cell("own", ("mixtral", {"sharding": "fsdp", "ep": 2}), own=True),
                 cell(
                     "to zero3",
                     ("mixtral", {"sharding": "zero3"}),
                     **{"from": "ep/step-00000002"},
                     into="z",
                     saves=[2, 3],
+                    upto=12,
                 ),
                 cell("to fsdp", ("mixtral", {"sharding": "fsdp"}), **{"from": "ep/step-00000002"}),
                 cell(
@@ -135,7 +148,8 @@ def gave(root: Path) -> Gave:
         (
             4,
             [
-                *(cell(name, given, export=f"{given[0]}-{name}") for name, given in FOUR.items()),
+                *(cell(name, given, export=f"{given[0]}-{name}", **four.get(name, {})) for name, given in FOUR.items()),
+                *(cell(f"{name}, resumed", FOUR[name], **{"from": f"{name}/step-00000003"}) for name in four),
                 cell("to four", ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 4}), **{"from": "z/step-00000003"}),
             ],
         ),
@@ -167,7 +181,7 @@ def test_each_rank_counts_an_optimizers_steps_once(gave: Gave) -> None:
     ids=["even", "uneven, lora", "uneven, recomputed"],
 )
 def test_a_run_is_forecast(root: Path, words: tuple[str, ...], figure: str) -> None:
-    """From the shell, with the experts' load in the report. Ten layers: a rank's share of the tokens differs little in sum.
+    """The even one from the shell, with a report. Ten layers: a rank's share of the tokens differs little in sum.
 
     Where it differs much, the measured imbalance gives the peak of the rank with the most tokens: that of all layers where the
     activations of all are kept, and that of the fullest layer where one at a time is computed again.
@@ -178,15 +192,18 @@ def test_a_run_is_forecast(root: Path, words: tuple[str, ...], figure: str) -> N
     texts = [" ".join(f"w{(line * 7 + word * 3) % 200}" for word in range(40)) for line in range(200)]
     (root / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     size = ("--seq-len", "128", "--micro-batch", "4", "--accumulation", "2", "--steps", "2", "--no-save", "--no-guard")
-    way = ("--processes", "2", "--sharding", "fsdp", "--ep", "2", "--activation-checkpointing", *words)
+    way = ("--sharding", "fsdp", "--ep", "2", "--activation-checkpointing", *words)
     folder = root / f"run {model.name}"
-    command = ("train", "--model", str(model), "--data", "text.jsonl", *way, *size, "--run-dir", folder)
-    python("-m", "toolkit.cli", *command, cwd=root, code=0)
+    command = ("--model", str(model), "--data", root / "text.jsonl", *way, *size, "--run-dir", folder)
+    if figure:
+        tiny.run_recipe(2, command, root / "scratch")
+    else:
+        python("-m", "toolkit.cli", "train", "--processes", "2", *command, cwd=root, code=0)
+        assert "Load of the experts" in (folder / "report.html").read_text()
     memory, run = (json.loads((folder / name).read_text()) for name in ("memory.json", "run.json"))
     loads = [json.loads(line)["experts"] for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [load["tokens"] for load in loads] == [[2 * 2 * 4 * 128 * 2 / 4] * 10] * 2
     assert all(1 <= most <= 4 for load in loads for most in load["most"])
-    assert "Load of the experts" in (folder / "report.html").read_text()
     peaks, limit = [rank["peak_bytes"] for rank in memory["measured"]["per_rank"]], 0.03 if figure else 0.04
     given = memory["forecast"]["device"]["peak_bytes"]
     if figure:
@@ -222,6 +239,18 @@ def test_experts_without_tokens_hold_no_rank_up(gave: Gave, name: str) -> None:
     assert gave[2, name]["experts"][0]["layer_imbalance"] == 2
 
 
+def test_collectives_of_a_step_are_those_of_the_forecast(gave: Gave) -> None:
+    """In number, kind and bytes. To the experts and back in both passes of two layers; four steps of two micro-batches.
+
+    Where all tokens go to one rank, each rank sends as many in one direction as it sends of equal parts in two. Before them
+    ranks exchange how many will come, a number an expert.
+    """
+    result = gave[2, "a rank without tokens, fsdp"]
+    assert result["calls"] == {"all_to_all_single": 4 * 2 * 2 * 2 * 2, "c10d::alltoall_base_": 4 * 2 * 2}
+    (exchanged,) = [size for what, size in result["transfers"] if what == "tokens, exchanged in the ep group"]
+    assert result["sent"] == {"all_to_all_single": 4 * exchanged}
+
+
 def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:
     """It depends on how rows are divided into micro-batches, which other ranks alone change: FSDP without `ep` has the same."""
     tiny.assert_same(gave[2, "balanced, fsdp"]["steps"], gave[2, "balanced, fsdp alone"]["steps"])
@@ -236,8 +265,30 @@ def test_the_norm_is_clipped(gave: Gave) -> None:
     ("count", "name"), [(2, "to zero3"), (2, "to fsdp"), (2, "lora to fsdp"), (2, "and back"), (4, "to four")]
 )
 def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, count: int, name: str) -> None:
-    steps = gave[count, name]["steps"]
-    tiny.assert_same(steps, gave[1, "mixtral lora" if "lora" in name else "mixtral"]["steps"][-len(steps) :])
+    """To ZeRO for ten steps."""
+    steps, start = gave[count, name]["steps"], int(gave[count, name]["cell"]["from"][-8:])
+    expected = gave[1, "mixtral lora" if "lora" in name else "twelve"]["steps"][start : start + len(steps)]
+    assert len(steps) == {"to zero3": 10, "to fsdp": 2, "lora to fsdp": 2}.get(name, 1)
+    tiny.assert_same(steps, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3, one expert a rank", "qwen3, replicas"])
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(gave: Gave, name: str) -> None:
+    assert gave[4, f"{name}, resumed"]["steps"] == gave[4, name]["steps"][3:]
+
+
+@pytest.mark.parametrize("name", ["mixtral, none", "mixtral, fsdp", "gpt-oss, fsdp"])
+def test_a_rank_reads_its_part_alone(gave: Gave, root: Path, name: str) -> None:
+    """Experts with a tensor each, and joined ones."""
+    size = (root / TWO[name][0] / "model.safetensors").stat().st_size
+    assert all(0.45 * size < read <= 0.55 * size for read in gave[2, name]["read"])
+
+
+def test_an_own_loop_computes_what_one_process_does(gave: Gave) -> None:
+    result, expected = (gave[count, "own"]["steps"] for count in (2, 1))
+    assert len(expected) == 4
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize(("one", "other", "step"), [("ep", "z", 2), ("z", "back", 3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,22 @@ adapters.split_adapters = unreduced
 """The gradient of an adapter's A is that of this rank's outputs alone."""
 
 
+NO_AVERAGE = """
+from toolkit.engines.pipeline.runtime import Runtime
+Runtime._average = lambda self: None
+"""
+WRONG_STAGE = """
+from toolkit.engines.pipeline.stages import Stage
+right = Stage.forward
+
+def forward(self, given, number, **options):
+    return right(self, given if self.is_first else given.roll(1, dims=1), number, **options)
+
+Stage.forward = forward
+"""
+"""A stage that reads its neighbour's hidden states one position late."""
+
+
 def run_guard(folder: Path, *flags: str, plugin: str = "", code: int = 0) -> dict[str, object]:
     """Run `toolkit guard`, in the shell's words, with a module that changes what it imports."""
     (folder / "broken.py").write_text(plugin)
@@ -75,11 +92,21 @@ def run_guard(folder: Path, *flags: str, plugin: str = "", code: int = 0) -> dic
     return result
 
 
-@pytest.mark.parametrize("flags", [("--tp", "2"), ("--sharding", "fsdp", "--cp", "2"), ("--tp", "2", "--cp", "2")])
+RIGHT = [
+    ("--tp", "2"),
+    ("--sharding", "fsdp", "--cp", "2"),
+    ("--tp", "2", "--cp", "2"),
+    ("--pp", "2", "--adapter", "lora"),
+    ("--pp", "2", "--sharding", "ddp"),
+    ("--pp", "2", "--sharding", "fsdp"),
+]
+
+
+@pytest.mark.parametrize("flags", RIGHT)
 def test_a_right_cut_is_certified(tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = run_guard(tmp_path, *flags)
     assert result["agrees"]
-    assert result["ranks"] == (2 if flags == ("--tp", "2") else 4)
+    assert result["ranks"] == (2 if len(flags) == 2 or "lora" in flags else 4)
     assert result["gradient"] is None
 
 
@@ -124,9 +151,11 @@ def test_an_own_plan_is_guarded(tmp_path: Path) -> None:
         (UPSTREAM, ("--tp", "2"), "norm.weight"),
         (NO_REDUCTION, ("--sharding", "ddp", "--cp", "2"), "model.embed_tokens.weight"),
         (WRONG_CUT, ("--sharding", "ddp", "--cp", "2"), "model.embed_tokens.weight"),
+        (NO_AVERAGE, ("--sharding", "ddp", "--pp", "2"), "model.embed_tokens.weight"),
+        (WRONG_STAGE, ("--pp", "2"), "model.embed_tokens.weight"),
         (LOCAL_GRADIENT, ("--tp", "2", "--adapter", "lora"), "lora_A.default.weight"),
     ],
-    ids=["upstream", "no reduction", "wrong cut", "local gradient"],
+    ids=["upstream", "no reduction", "wrong cut", "no average", "wrong stage", "local gradient"],
 )
 def test_a_broken_cut_is_refused(tmp_path: Path, plugin: str, flags: tuple[str, ...], word: str) -> None:
     message = str(run_guard(tmp_path, *flags, plugin=plugin, code=2)["message"])
@@ -143,6 +172,9 @@ def test_a_run_is_guarded_and_records_it(tmp_path: Path) -> None:
     words = (*words, "--no-save", "--processes", 2, "--run-dir", run)
     ended = python(*words, code=2, env=environment(tmp_path, TOOLKIT_ENGINES="broken"))
     assert "guard: the cut of" in ended.stderr
+    assert re.search(
+        r"the first parameter with another gradient is model\.layers\.0\.self_attn\.[qk]_norm\.weight", ended.stderr
+    )
     assert not run.exists()
     python(*words, code=0)
     assert json.loads((run / "run.json").read_text())["guard"]["agrees"]

@@ -32,8 +32,16 @@ PARITY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gpipe of four": (4, "gpt2", GPIPE),
     "four, padded": (4, "gemma3", PLAIN),
     "a tuple from each layer": (4, "bloom", {}),
+    "layers that do not divide": (2, "five", {}),
 }
 """Ranks, the model and the strategy of each cell."""
+MOVES: list[tuple[str, str, dict[str, Any]]] = [
+    ("zero3", "two", {"sharding": "zero3"}),
+    ("of zero3", "zero3", {"pp": 2}),
+    ("cp", "of zero3", {"cp": 2}),
+    ("of cp", "cp", {"pp": 2, **INTERLEAVED}),
+]
+"""A checkpoint's next strategy, where it comes from, and the strategy that reads and writes it."""
 PADDED = ("windows, scaled embedding", "four, padded", "a tuple from each layer")
 
 
@@ -46,6 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pipeline")
     tiny.llama(root / "llama", num_hidden_layers=4, tie_word_embeddings=False)
     tiny.qwen3(root / "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
+    tiny.llama(root / "five", num_hidden_layers=5)
     gpt2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, **NO_DROPOUT}
     tiny._save("GPT2LMHeadModel", root / "gpt2", **gpt2)
     tiny._save("GPT2LMHeadModel", root / "gpt2 with dropout", n_embd=64, n_layer=4, n_head=4)
@@ -91,6 +100,10 @@ def gave(root: Path) -> Gave:
                 cell("from one process", "qwen3", {"pp": 2, **INTERLEAVED}, **{"from": "one/step-00000002"}),
                 cell("to fsdp", "qwen3", {"sharding": "fsdp"}, **{"from": "two/step-00000002"}, into="f", saves=[3]),
                 cell("and back", "qwen3", {"pp": 2}, **{"from": "f/step-00000003"}, export="back-exported"),
+                *(
+                    cell(name, "qwen3", strategy, into=name, saves=[2], **{"from": f"{before}/step-00000002"})
+                    for name, before, strategy in MOVES
+                ),
             ],
         ),
         (4, [*parity(4), cell("to four", "qwen3", {"pp": 4}, **{"from": "two/step-00000002"})]),
@@ -131,6 +144,32 @@ def test_a_checkpoint_goes_on_under_another_layout(gave: Gave, count: int, name:
     assert_steps(gave[count, name], gave[1, "qwen3, whole, None"])
 
 
+@pytest.mark.parametrize("name", [name for name, *_ in MOVES])
+def test_weights_and_moments_are_read_bit_for_bit_under_another_strategy(gave: Gave, root: Path, name: str) -> None:
+    assert_steps(gave[2, name], gave[1, "qwen3, whole, None"])
+    assert not tiny.differing(root / "two" / "step-00000002", root / name / "step-00000002")
+
+
+def test_an_evaluation_takes_a_batch_of_fewer_rows(gave: Gave) -> None:
+    """The last one has a row less; each trained token counts once."""
+    alone = gave[1, "qwen3, whole, None"]
+    assert alone["ragged"] != alone["evaluated"]
+    for name in ("tied, chunked", "tied, interleaved"):
+        assert gave[2, name]["ragged"] == pytest.approx(alone["ragged"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("count", "name", "stages"), [(2, "gpipe", 1), (2, "interleaved", 2), (4, "1f1b of four", 1)])
+def test_no_step_runs_a_forward_more_than_its_micro_batches(gave: Gave, count: int, name: str, stages: int) -> None:
+    """torch runs one more before the first step where it does not know the shapes that stages exchange."""
+    assert gave[count, name]["forwards"] == [[4 * stages * step for step in (1, 2, 3, 4)]] * count
+
+
+def test_labels_are_copied_to_the_last_stage_alone(gave: Gave) -> None:
+    for count, name in ((2, "gpipe"), (4, "1f1b of four")):
+        ours = [columns for (columns,) in gave[count, name]["copied"]]
+        assert ["labels" in columns for columns in ours] == [False] * (count - 1) + [True]
+
+
 def test_each_stage_resumes_its_own_random_numbers(gave: Gave) -> None:
     """The run that was never stopped and the resumed one are equal bit by bit, with dropout on both stages."""
     assert gave[2, "dropout, resumed"]["steps"] == gave[2, "dropout"]["steps"][2:]
@@ -147,10 +186,12 @@ def test_the_export_is_the_trained_model(gave: Gave, root: Path, name: str, fold
 def test_the_default_rows_of_a_step_pass_through_the_stages_one_by_one(tmp_path: Path) -> None:
     """From the shell, after the guard, which uses the same schedule. Each rank's peak is as its stage's forecast."""
     run = tmp_path / "run"
-    flags = ("--pp", 2, "--steps", 2, "--precision", "bf16_pure", "--no-save", "--run-dir", run)
-    python("-m", "toolkit", "train", *flags, code=0, cwd=tmp_path)
+    flags = ("--pp", 2, "--steps", 2, "--precision", "bf16_pure", "--plain", "--no-save", "--run-dir", run)
+    ended = python("-m", "toolkit", "train", *flags, code=0, cwd=tmp_path)
+    assert "pp 2: --micro-batch 1 --accumulation 4, so that all stages have work" in ended.stderr
     record = json.loads((run / "run.json").read_text())
     assert (record["train_config"]["micro_batch"], record["train_config"]["accumulation"]) == (1, 4)
+    assert (record["strategy"]["loss"], record["strategy"]["activation_checkpointing"]) == ("whole", "none")
     assert record["guard"]["agrees"]
     assert record["finished"]
     memory = json.loads((run / "memory.json").read_text())

@@ -47,8 +47,12 @@ CELLS: dict[str, tuple[int, str, str, dict[str, Any], dict[str, str]]] = {
 OWN: dict[str, tuple[int, dict[str, Any]]] = {
     "own, alone": (1, {"pp": 1}),
     "own, ddp": (2, {"pp": 1, **DDP}),
-    "own, zero2": (2, {"pp": 1, "sharding": "zero2"}),
-    "own, fsdp": (2, {"pp": 1, **FSDP}),
+    **{
+        f"own, {word}": (2, {"pp": 1, "sharding": word}) for word in ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")
+    },
+    "own, hsdp": (4, {"pp": 1, "sharding": "hsdp", "dp_replicate": 2}),
+    "own, tp": (2, {"pp": 1, "tp": 2}),
+    "own, cp": (2, {"pp": 1, "cp": 2}),
     "own, pp": (2, INTERLEAVED),
     "own, pp and fsdp": (4, FSDP),
 }
@@ -71,6 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kinds = ["sliding_attention", "full_attention"] * 2
     gemma3 = {**tiny.TEXT, "num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8}
     tiny._save("Gemma3ForCausalLM", root / "gemma3", **gemma3)
+    tiny.mixtral(root / "mixtral", num_hidden_layers=4)
     return root
 
 
@@ -91,15 +96,21 @@ def gave(root: Path) -> Gave:
 
     def own(count: int) -> list[dict[str, Any]]:
         return [
-            cell(name, "qwen3", {"pp": 2, **words}) | {"own": True}
+            cell(name, "qwen3", {"pp": 2, **words}) | {"own": True} | ({"accumulation": 2} if "hsdp" in name else {})
             for name, (ranks, words) in OWN.items()
             if ranks == count
         ]
 
+    steps = "step-00000002"
+    moves = [
+        cell("mixture, pp", "mixtral", {"pp": 2}, into="mixture, pp"),
+        cell("mixture, ep", "mixtral", FSDP | {"ep": 2}, **{"from": f"mixture, pp/{steps}"}, into="mixture, ep"),
+        cell("mixture, back", "mixtral", {"pp": 2}, **{"from": f"mixture, ep/{steps}"}, into="mixture, back"),
+    ]
     one = [cell(name, *rest, **({"into": "one"} if name == "tied" else {})) for name, rest in ALONE.items()]
     # The last step of eight ranks, evaluated and exported by one process.
     last = cell("after eight", "qwen3", {}, **{"from": "eight/step-00000004"})
-    groups = [(1, [*one, *own(1)]), (2, cells(2)), (4, cells(4)), (8, cells(8)), (1, [last])]
+    groups = [(1, [*one, *own(1)]), (2, [*cells(2), *moves]), (4, cells(4)), (8, cells(8)), (1, [last])]
     return tiny.run_meshes(groups, root / "llama", root / "scratch")
 
 
@@ -122,11 +133,26 @@ def test_a_loop_of_ones_own_computes_the_same_on_every_engine(gave: Gave, name: 
 
 
 def test_what_a_loop_of_ones_own_cannot_do_is_refused_in_a_sentence(gave: Gave) -> None:
-    rows, backward, save_state, prepare = gave[2, "own, pp"]["refused"]
+    rows, shapes, backward, save_state, prepare = gave[2, "own, pp"]["refused"]
     assert "other rows on rank 1 than on rank 0" in rows
+    assert "have shapes (1, 23), (1, 24)" in shapes
+    assert "Give rows of one length" in shapes
     assert "tk.forward_backward(accelerator, model, batches)" in backward
     assert "tk.save" in save_state
     assert "without its optimizer" in prepare
+
+
+def test_an_audit_says_what_is_whole_within_a_step(gave: Gave) -> None:
+    said = {name: gave[4, name]["audits"] for name in ("fsdp, tied", "ddp, tied")}
+    assert all("whole within a step (ZeRO-1)" in " ".join(audit.split()) for audit in said["fsdp, tied"])
+    assert not any("ZeRO-1" in audit for audit in said["ddp, tied"])
+
+
+def test_experts_move_between_stages_and_ranks_bit_for_bit(gave: Gave, root: Path) -> None:
+    """Of a mixture, from pp 2 to ep 2 and back: weights, moments, and the steps that follow."""
+    for name in ("mixture, ep", "mixture, back"):
+        tiny.assert_same(gave[2, name]["steps"], gave[2, "mixture, pp"]["steps"][2:])
+        assert not tiny.differing(root / "mixture, pp" / "step-00000002", root / name / "step-00000002")
 
 
 def test_a_checkpoint_of_three_dimensions_is_whole(gave: Gave) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import tiny
-from programs import python
 
 from toolkit import Strategy, TrainConfig, describe, rehearse
 from toolkit.core.errors import StrategyError
@@ -39,6 +38,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
         ({"sharding": "fsdp"}, 256, 37),
         ({"sharding": "hsdp", "dp_replicate": 4, "adapter": "lora", "precision": "bf16"}, 64, 63),
         ({"sharding": "fsdp_grad_op", "tp": 2, "loss": "chunked"}, 64, 1),
+        ({"sharding": "fsdp", "cp": 2}, 64, 33),
         ({"sharding": "fsdp", "precision": "bf16", "mlp_tiles": 2}, 256, 200),
         # More ranks than rows: the padding of a layer outweighs the head, and gloo's copy of its gradients is in the peak.
         ({"sharding": "fsdp", "precision": "bf16"}, 2048, 1000),
@@ -49,6 +49,7 @@ def test_a_rank_of_many_holds_what_is_forecast(
 ) -> None:
     result = rehearse(spec, Strategy(**strategy), BATCH, ranks=ranks, rank=rank)
     assert 0.98 <= result.ratio <= 1.02
+    assert result.sent_bytes == pytest.approx(result.forecast_sent_bytes, rel=0.01)
     assert (result.ranks, result.rank) == (ranks, rank)
     assert result.step_seconds > 0
 
@@ -72,9 +73,9 @@ def test_the_gradient_of_a_tied_embedding_comes_after_the_layers_copies(tmp_path
 def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(f"w{number % 200}" for number in range(4096)))
     size = ("--seq-len", "256", "--micro-batch", "1", "--steps", "3", "--no-save", "--save-every", "0")
-    way = ("--processes", "2", "--sharding", "fsdp", "--activation-checkpointing", "full", "--loss", "whole")
-    given = ("--model", spec.source, "--data", "text.txt")
-    python("-m", "toolkit.cli", "train", *given, *way, *size, "--run-dir", "run", cwd=tmp_path, code=0)
+    way = ("--sharding", "fsdp", "--activation-checkpointing", "full", "--loss", "whole", "--run-dir", tmp_path / "run")
+    given = ("--model", spec.source, "--data", tmp_path / "text.txt")
+    tiny.run_recipe(2, (*given, *way, *size), tmp_path / "scratch")
     real = json.loads((tmp_path / "run" / "memory.json").read_text())["measured"]["per_rank"][1]["phases"]
     alone = rehearse(spec, Strategy(sharding="fsdp", loss="whole"), BATCH, ranks=2, rank=1).phases
     for name in ("forward", "step"):

@@ -30,6 +30,7 @@ CELLS: dict[tuple[int, str], tuple[str, dict[str, Any]]] = {
     (4, "ddp"): ("llama", {**SPLIT, **NONE, "sharding": "ddp"}),
     (4, "fsdp_grad_op"): ("llama", {**SPLIT, **FULL, "sharding": "fsdp_grad_op"}),
     (8, "hsdp"): ("qwen3", {**SPLIT, **NONE, **HSDP}),
+    (8, "whole tokens, hsdp"): ("qwen3", {"tp": 2, **WHOLE, **HSDP}),
 }
 """Number of ranks, name → model, strategy."""
 
@@ -74,11 +75,15 @@ def gave(root: Path) -> Gave:
     }
     more: dict[tuple[int, str], dict[str, Any]] = {(cell): {"counts": True} for cell in COUNTED}
     more |= {(2, "llama"): {"into": str(root / "tp"), "saves": [2]}, (4, "fsdp"): {"export": str(root / "export")}}
+    more[8, "whole tokens, hsdp"] = {"into": str(root / "hsdp"), "saves": [2], "export": str(root / "hsdp export")}
     for (count, name), (model, strategy) in CELLS.items():
         cell = {"name": name, "folder": str(root / model), "strategy": strategy, "upto": 4}
         cells.setdefault(count, []).append({**cell, **more.get((count, name), {})})
     again = {"name": "to fsdp", "folder": str(root / "llama"), "strategy": {"sharding": "fsdp"}, "upto": 4}
     cells[2].append({**again, "from": str(root / "tp" / "step-00000002")})
+    model, strategy = CELLS[8, "whole tokens, hsdp"]
+    resumed = {"name": "hsdp, resumed", "folder": str(root / model), "strategy": strategy, "upto": 4}
+    cells[8].append({**resumed, "from": str(root / "hsdp" / "step-00000002")})
     return tiny.run_meshes(list(cells.items()), root / "llama", root / "scratch")
 
 
@@ -91,8 +96,13 @@ def test_losses_and_norms_are_those_of_one_process(gave: Gave, count: int, name:
     assert result["exact"] or "from" in result["cell"]
 
 
-def test_the_export_is_the_trained_model(gave: Gave) -> None:
-    assert gave[4, "fsdp"]["logits_error"] <= 1e-6
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(gave: Gave) -> None:
+    assert gave[8, "hsdp, resumed"]["steps"] == gave[8, "whole tokens, hsdp"]["steps"][2:]
+
+
+@pytest.mark.parametrize(("count", "name"), [(4, "fsdp"), (8, "whole tokens, hsdp")])
+def test_the_export_is_the_trained_model(gave: Gave, count: int, name: str) -> None:
+    assert gave[count, name]["logits_error"] <= 1e-6
 
 
 @pytest.mark.parametrize(("count", "name"), COUNTED)

@@ -160,7 +160,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     memory = ("--seq-len", "512", "--micro-batch", "16", "--steps", "2", "--no-save", "--save-seconds", "0")
     plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
         "silent": (hang_then_stop, ("slow", "--pp", "2", "--no-guard", *TWO, "--save-every", "2", "--restarts", "3")),
-        "behind": (at_rank(signal.SIGUSR1), ("slow", "--sharding", "fsdp", *TWO)),
+        "behind": (at_rank(signal.SIGUSR1), ("slow", "--tp", "2", "--no-guard", *TWO)),
         "raised": (at_rank(signal.SIGUSR2), ("slow", "--sharding", "ddp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
         "alone": (at_all(signal.SIGINT), ("slow", "--processes", "1", "--save-seconds", "0", "--seq-len", "32", *LONG)),

@@ -49,34 +49,24 @@ def losses(text: str) -> list[float]:
     return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("loss")]
 
 
-def test_an_accelerate_script_shards_with_one_changed_line(tmp_path: Path) -> None:
+def test_an_accelerate_script_shards_with_one_changed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the guide says: on CPU ranks Accelerate starts two runs of one process without its variable, each with all rows."""
     changed = SCRIPT.replace("from accelerate import Accelerator", "from toolkit import accelerator as Accelerator")
     lines = [line for line in difflib.ndiff(SCRIPT.splitlines(), changed.splitlines()) if line.startswith("+ ")]
     assert len(lines) == 1
     model = tiny.llama(tmp_path / "llama")
     for name, text in (("plain.py", SCRIPT), ("changed.py", changed)):
         (tmp_path / name).write_text(text)
-    run = tk.launch(str(tmp_path / "plain.py"), "ddp", processes=2, run_dir=tmp_path / "run", args=(str(model),)).wait()
-    plain = run.logs(0)
     sharded = under("zero2", tmp_path / "changed.py", model, cwd=tmp_path)
-    assert "prepared DistributedDataParallel" in plain
+    apart = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    plain = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
+    # Two processes print into one pipe: their lines may join.
+    assert (apart.count("prepared LlamaForCausalLM"), apart.count("loss ")) == (2, 8)
+    assert plain.count("prepared DistributedDataParallel") == 1
     assert "prepared DeepSpeedEngine" in sharded
     assert len(losses(plain)) == 2
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-3)
-
-
-def test_a_plain_script_on_cpu_ranks_needs_accelerates_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the guide says: without it Accelerate starts two runs of one process, each with all rows."""
-    model = tiny.llama(tmp_path / "llama")
-    (tmp_path / "plain.py").write_text(SCRIPT)
-    apart = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    joined = under("ddp", tmp_path / "plain.py", model, cwd=tmp_path)
-    # Two processes print into one pipe: their lines may join.
-    assert (apart.count("prepared LlamaForCausalLM"), apart.count("loss ")) == (2, 8)
-    assert (joined.count("prepared DistributedDataParallel"), len(losses(joined))) == (1, 2)
 
 
 def test_trls_script_under_our_config_is_audited_and_forecast(tmp_path: Path) -> None:

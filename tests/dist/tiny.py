@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,11 @@ def run_groups(
     errors = [(result["cell"], result["error"]) for results in given for result in results if "error" in result]
     assert not errors, errors[0]
     return given
+
+
+def run_recipe(count: int, words: Sequence[object], scratch: Path) -> None:
+    """Run the recipe over forked ranks with these flags: what `toolkit train` starts, without the processes around the ranks."""
+    run_groups("recipe_worker.py", [(count, [{"words": [*map(str, words)]}])], scratch, scratch)
 
 
 def run_meshes(

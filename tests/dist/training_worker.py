@@ -1,8 +1,7 @@
-"""One process group of two ranks, with every check of the training loop. Rank 0 writes the results as JSON."""
+"""One process group of two ranks, with every check of the training loop."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -11,14 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ranks
 from ranks import build, reset
 
 
-def micro_batches(train_config: Any, count: int, *, poison: int = 0) -> Iterator[dict[str, Any]]:
+def micro_batches(train_config: Any, count: int, *, tp: int = 1) -> Iterator[dict[str, Any]]:
     """This rank's part of a fixed sequence of samples of uneven length, the same global batches however they are split."""
     import torch
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ["RANK"]) // tp, int(os.environ["WORLD_SIZE"]) // tp
     generator = torch.Generator().manual_seed(3)
     samples = torch.randint(3, 256, (count, train_config.seq_len), generator=generator)
     labels = samples.clone()
@@ -110,14 +110,20 @@ def not_finite(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     cells = [(word, "fp32", how) for word in ("ddp", "zero1", "zero2", "zero3", "fsdp") for how in ("loss", "gradient")]
     cells += [(word, "bf16", "gradient") for word in ("ddp", "zero2", "zero3", "fsdp")]
+    cells += [("none", "fp32", how) for how in ("loss", "gradient")]  # with tp
     for sharding, precision, how in cells:
         reset()
-        train_config = TrainConfig(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0)
-        prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision=precision)
+        train_config, tp = (
+            TrainConfig(micro_batch=2, seq_len=16, steps=4, lr=5e-3, warmup=0),
+            2 if sharding == "none" else 1,
+        )
+        prepared, schedule, _ = build(folder, train_config, sharding=sharding, precision=precision, tp=tp)
         _poisoned(prepared, 3, how)
         before, said = [], ""
         try:
-            for _ in train(prepared, micro_batches(train_config, 16), schedule, samples=lambda step: f"sample-{step}"):
+            for _ in train(
+                prepared, micro_batches(train_config, 16, tp=tp), schedule, samples=lambda step: f"sample-{step}"
+            ):
                 before = weights(prepared)
         except NotFinite as error:
             said = str(error)
@@ -249,21 +255,10 @@ def _everywhere(prepared: Any, true: bool) -> bool:
     return bool(prepared.accelerator.gather(torch.tensor([int(true)])).min())
 
 
-def main(folder: str, out: str) -> None:
-    """Every check in turn."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    results = {
-        "accumulation": accumulation(folder),
-        "not_finite": not_finite(folder),
-        "scaling": scaling(folder),
-        "saved": saved(folder, Path(out).parent),
-        "saved_without_a_spec": saved_without_a_spec(folder, Path(out).parent),
-    }
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(results))
+def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """One check, by its name."""
+    return {"gave": globals()[cell["check"]](folder, *map(Path, cell["out"]))}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks.main(run, *sys.argv[1:])

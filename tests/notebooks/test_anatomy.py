@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import re
 import sys
+from html import unescape
 from pathlib import Path
 
 import nbformat
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from execute import read, sources, visible
+from published_runs import accelerate_article
+
+import toolkit as tk
 
 LESSONS = sources()
 
@@ -22,6 +29,9 @@ BEFORE = ("You know", "You can then", "Time", "Hardware")
 LONGEST_CELL = 15
 MOVED = re.compile(r"^.*\btk\.(?:explore|vary)\(", re.MULTILINE)
 FEWEST_CONTROLS = 3
+DEEPEST_IMPORT = 1
+"""Dots in the name of an imported module: `torch.distributed` has one, and what has more is the inside of a package."""
+NEEDS, MACHINES = "What this notebook's runs need", ("cpu", "T4", "L4")
 STILL = ("Before you start", "Exercises", "Next")
 """Sections without anything to move."""
 MOST_CODE = 2_217 // 2
@@ -77,6 +87,8 @@ def test_its_code_is_what_a_reader_would_type(lesson: nbformat.NotebookNode) -> 
     for cell in code(lesson):
         assert len(cell.splitlines()) <= LONGEST_CELL, cell
         assert not re.search(r"^\s*(?:from|import) toolkit\.", cell, re.MULTILINE), cell
+        modules = re.findall(r"^\s*(?:from|import) ([\w.]+)", cell, re.MULTILINE)
+        assert max([0, *(module.count(".") for module in modules)]) <= DEEPEST_IMPORT, cell
         assert not re.search(r"^\s*assert ", cell, re.MULTILINE), cell
 
 
@@ -117,6 +129,44 @@ def test_a_result_is_a_table_a_picture_or_a_sentence(lesson: nbformat.NotebookNo
             data = output.get("data", {})
             assert set(data) - {"text/plain"} or "data" not in output, f"{cell.source}\n{data}"
             assert not re.match(r"[\[({<']|\w+\(", output.get("text", "")), output.text
+
+
+def test_it_forecasts_its_own_runs_for_a_processor_and_two_cards(lesson: nbformat.NotebookNode) -> None:
+    """As a table, or, in the first, as a panel."""
+    found = next(text for text in (*code(lesson), *html(lesson)) if NEEDS in text)
+    assert [machine for machine in MACHINES if machine not in found.replace("this machine", "cpu")] == []
+
+
+def test_code_in_its_outputs_has_no_backticks(lesson: nbformat.NotebookNode) -> None:
+    assert [text for page in html(lesson) for text in re.findall("[^<>]*`[^<>]*", page)] == []
+
+
+def html(lesson: nbformat.NotebookNode) -> list[str]:
+    """The pages among the stored outputs of its visible cells."""
+    own = next(source for source in sources() if read(source).cells[0].source == lesson.cells[0].source)
+    outputs = [
+        output for cell in visible(nbformat.read(own.with_suffix(".ipynb"), 4)) for output in cell.get("outputs", ())
+    ]
+    return [unescape(output["data"]["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
+
+
+def test_its_published_recipes_are_those_of_the_benchmark() -> None:
+    """The same models, lengths, cards and figures in the notebook and in benchmarks/published.py, and in the results of it."""
+    (source,) = sources(["06"])
+    (cell,) = [cell.source for cell in read(source).cells if "\nRECIPES = {" in cell.source]
+    names = {"tk": tk, "dataclasses": dataclasses, "PUBLISHED": "TITAN-RTX"}
+    exec(cell.partition("\ndef beside")[0], names)
+    recipes = names["RECIPES"].values()
+    for recipe, run in zip(recipes, accelerate_article(), strict=True):
+        assert recipe.config.to_dict() == run.config.to_dict()
+        assert f"{recipe.cards}x TITAN-RTX" == run.hardware
+        assert (recipe.strategy, recipe.seq_len, recipe.rows) == (run.strategy, run.seq_len, run.rows)
+        assert (recipe.micro_batch, recipe.epoch) == (run.micro_batch, run.epoch_seconds)
+    page = next(page for page in html(read(source)) if "The largest micro-batch" in page)
+    for row in json.loads((sources()[0].parents[1] / "benchmarks/results/published.json").read_text())["largest"]:
+        if row["published"]["micro_batch"]:
+            assert f">{row['forecast']['micro_batch']}<" in page
+            assert f">{row['forecast']['epoch_seconds']:,.1f} s<" in page
 
 
 def test_visible_code_is_half_of_what_it_was() -> None:

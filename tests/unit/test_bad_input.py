@@ -50,6 +50,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     tiny.llama(root / "overfull", vocab_size=64, max_position_embeddings=512)
+    tiny.opt(root / "opt")
+    tiny.mixtral(root / "mixtral")
     for name, text in {
         "malformed": '{"text": "one"}\n{"text": "two"\n',
         "misnamed": '{"body": "one"}\n',

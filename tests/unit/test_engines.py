@@ -12,12 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+import tiny
 import torch
 import yaml
 from accelerate.commands import launch
 from ranks import reset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from toolkit import loss
 from toolkit.config.strategy import Strategy, catalog
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.errors import RunError, StrategyError, StrategyMismatch
@@ -34,8 +36,9 @@ from toolkit.engines.states import parameters_of
 from toolkit.forecasting.memory import traced
 from toolkit.models import ModelSpec, Parameter, describe
 from toolkit.training.given_weights import GivenWeights
+from toolkit.training.loading import load
 from toolkit.training.model_checks import check_optimizers
-from toolkit.training.preparation import audit
+from toolkit.training.preparation import audit, prepare
 from toolkit.training.setup import accelerator, agree
 from toolkit.transforms.adapters import adapt
 
@@ -539,6 +542,57 @@ def test_a_request_to_compile_a_model_that_is_not_compiled_is_refused(make: Call
         ours.prepare(model, optimizer)
     model.compile()
     ours.prepare(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss": "chunked"},
+        {"mlp_tiles": "2"},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_offload": True},
+    ],
+    ids=lambda fields: "-".join(map(str, *fields.items())),
+)
+def test_a_request_that_a_model_of_the_users_own_does_not_have_is_refused(
+    make: Callable[..., Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """`load` adds it: its model is prepared. What `auto` resolves to is no request."""
+    spec = describe(tiny.llama(tmp_path / "llama"))
+    for ours, refused in (
+        (accelerator(Strategy(precision="fp32", **fields), spec=spec), True),
+        (accelerator(spec=spec), False),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(spec.source)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if refused:
+            with pytest.raises(StrategyError, match=r"was requested, and the model of this code is without.*tk\.load"):
+                ours.prepare(model, optimizer)
+            if fields == {"activation_checkpointing": "full"}:
+                model.gradient_checkpointing_enable()
+                ours.prepare(model, optimizer)
+            with pytest.raises(StrategyError, match="the model of this code is without"):
+                prepare(ours, AutoModelForCausalLM.from_pretrained(spec.source), optimizer)
+            frozen = AutoModelForCausalLM.from_pretrained(spec.source).requires_grad_(False)
+            loaded, _ = load(ours)
+            prepare(ours, loaded, torch.optim.AdamW(loaded.parameters()))
+            ours.prepare(frozen)  # a reference, which is not trained
+        else:
+            ours.prepare(model, optimizer)
+        ours.end_training()
+
+
+def test_a_model_with_a_chunked_loss_makes_no_whole_logits_in_training(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    ours = accelerator(Strategy(precision="fp32", loss="chunked"), spec=describe(tiny.llama(tmp_path / "llama")))
+    model, _ = load(ours)
+    ids = torch.arange(8)[None]
+    with pytest.raises(StrategyError, match=r"model\(labels=\.\.\.\) makes whole logits. Write loss = tk\.loss"):
+        model(input_ids=ids, labels=ids)
+    model.eval()
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss(model, {"input_ids": ids, "labels": ids}))
 
 
 def test_an_engine_from_elsewhere_may_clip_with_the_accelerator(make: Callable[..., Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from programs import python
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
+from toolkit.core.errors import ModelError
 from toolkit.devices.machine import hardware
 from toolkit.engines.job import Job
 from toolkit.engines.mesh.plan import local_job
@@ -72,7 +75,7 @@ def job_of(config: Any = None, ranks: int = 4, spec: ModelSpec | None = None, **
         ({"precision": "fp16"}, ("precision 'fp16'", "ep 2", "bf16")),
         ({"offload": "cpu"}, ("offload 'cpu'", "ep 2", "offload none")),
         ({"compile": True}, ("compile", "ep 2")),
-        ({"tp": 2, "ep": 1}, ("tp 2", "only dense models run without --ep 2")),
+        ({"tp": 2, "ep": 1}, ("tp 2", "run with --ep 2")),
     ],
 )
 def test_refusals_name_value_and_fix(words: dict[str, Any], parts: tuple[str, ...]) -> None:
@@ -106,6 +109,44 @@ def test_switch_is_refused() -> None:
     spec = describe(transformers.SwitchTransformersConfig(num_layers=2, num_decoder_layers=2))
     with pytest.raises(StrategyError, match="SwitchTransformersForConditionalGeneration: only causal models of text"):
         job_of(spec=spec)
+
+
+MIXED = {**SHAPE, "vocab_size": 256, "intermediate_size": 96, "head_dim": 16}
+
+
+def test_layers_without_experts_run_between_those_with() -> None:
+    config = transformers.Qwen3MoeConfig(
+        **MIXED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[0]
+    )
+    inner = local_job(job_of(config))
+    assert inner.spec is not None
+    experts = [each for each in inner.spec.parameters if ".experts." in each.name]
+    assert {each.name.split(".")[2] for each in experts} == {"1"}
+    assert {each.shape[0] for each in experts} == {2}
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (
+            "num_experts",
+            r"field 'num_experts': TypeError: Field 'num_experts' expected int, got list \(value: \[4, 2\]\)",
+        ),
+        ("moe_topk", "4 experts a layer, and its config does not say in one number how many a token uses"),
+    ],
+)
+def test_unequal_numbers_of_experts_are_refused(tmp_path: Path, field: str, message: str) -> None:
+    """Hunyuan's config has room for a list, one number a layer; transformers' own experts take one number."""
+    config = transformers.HunYuanMoEV1Config(
+        **MIXED, num_experts=4, moe_topk=2, architectures=["HunYuanMoEV1ForCausalLM"]
+    )
+    assert job_of(config).parallelism.ep == 2
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: [4, 2]}))
+    with pytest.raises(ModelError, match=message) as refused:
+        describe(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 def test_local_shapes_are_those_of_transformers() -> None:

@@ -228,10 +228,11 @@ def test_a_chunked_loss_in_half_precision_sums_in_fp32() -> None:
 
 
 def test_chunks_take_a_small_part_of_the_memory() -> None:
-    """Of head and loss on a CPU: at most 0.38 of what whole logits take, here 2,048 tokens of 8,192 words."""
-    hidden, weight = torch.randn(2048, 128, requires_grad=True), torch.randn(8192, 128, requires_grad=True)
-    targets = torch.randint(0, 8192, (2048,))
-    head = chunked_loss.ChunkedHead(SimpleNamespace(out_features=8192), None, 1.0, None, 128)
+    """Of head and loss on a CPU: at most 0.38 of what whole logits take, here 2,048 tokens of 32,768 words."""
+    words, rows = 32_768, chunked_loss.ROWS
+    hidden, weight = torch.randn(2048, 512, requires_grad=True), torch.randn(words, 512, requires_grad=True)
+    targets = torch.randint(0, words, (2048,))
+    head = chunked_loss.ChunkedHead(SimpleNamespace(out_features=words), None, 1.0, None, rows)
 
     def whole() -> None:
         cross_entropy_sum((hidden @ weight.t())[None], targets[None]).backward()
@@ -247,7 +248,7 @@ def test_chunks_take_a_small_part_of_the_memory() -> None:
         return max(itertools.accumulate(sizes))
 
     assert peak(chunks) <= 0.38 * peak(whole)
-    chunk_bytes, copied = 4 * 128 * 8192, 4 * hidden.numel()
+    chunk_bytes, copied = 4 * rows * words, 4 * hidden.numel()
     assert peak(chunks) <= 4 * weight.numel() + chunk_bytes + 2 * copied
 
 

@@ -25,7 +25,7 @@ from toolkit.engines.pipeline.walk import Walk
 from toolkit.engines.played import FORWARD, INPUT, WEIGHT, Action, in_flight, measured, play
 from toolkit.engines.resolution import resolve
 from toolkit.engines.traces import Segment
-from toolkit.forecasting.stages import schedule_picture, schedule_record, stages_table
+from toolkit.forecasting.stages import MOST_DRAWN, format_gigabytes, schedule_picture, schedule_record, stages_table
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA = transformers.LlamaConfig(**SHAPE, intermediate_size=128, vocab_size=256)
@@ -75,6 +75,10 @@ def job(
         ),
         ({"adapter": "qlora"}, ("adapter 'qlora'", "packed weights", "lora")),
         ({"precision": "fp16"}, ("precision 'fp16'", "loss scale", "bf16")),
+        (
+            {"sharding": "fsdp", "offload": "cpu", "ranks": 4, "on": "8x H100-80GB"},
+            ("offload 'cpu'", "pp 2", "two micro-batches"),
+        ),
         ({"pp_schedule": "ScheduleDualPipeV"}, ("'ScheduleDualPipeV'", "first and the last stage", "zero_bubble")),
         ({"pp_schedule": "zero_bubble", "loss": "chunked"}, ("loss 'chunked'", "--loss whole")),
         (
@@ -122,16 +126,62 @@ def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tupl
     assert [word for word in words if word not in str(refused.value)] == []
 
 
+class Recording:
+    """A stage that notes what torch's schedule runs."""
+
+    stage_index, is_first, is_last, has_backward, submod = 0, False, False, True, None
+
+    def __init__(self, number: int, count: int, ranks: int = 0) -> None:
+        self.stage_index, self.num_stages = number, count
+        self.group_size, self.group_rank = ranks or count, number
+        self.ran: list[tuple[str, int]] = []
+
+    def forward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
+        self.ran.append(("F", micro))
+
+    def backward_one_chunk(self, micro: int, **_: Any) -> None:
+        self.ran.append(("B", micro))
+
+    def perform_reduce_grad(self, _: int) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_ops"):
+            return lambda _: []
+        raise AttributeError(name)
+
+
+def make_schedule(job: Job, pp: int, count: int) -> Any:
+    """torch's schedule of a job's first rank, with another number of micro-batches."""
+    each = job.settings["stages_per_rank"]
+    stages = [Recording(pp * turn, pp * each, pp) for turn in range(each)]
+    several = job.strategy.pp_schedule in SEVERAL
+    return schedule_class(job)(stages if several else stages[0], count, loss_fn=lambda *_: None)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 3), ("interleaved", 11), ("zero_bubble", 11)])
+def test_torch_refuses_the_numbers_of_micro_batches_that_we_refuse(schedule: str, count: int) -> None:
+    config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 8}, vocab_size=256)
+    able = job(config, pp=4, accumulation=8, pp_schedule=schedule)
+    assert make_schedule(able, 4, 8)
+    with pytest.raises(ValueError, match=r"icrobatches"):
+        make_schedule(able, 4, count)
+    with pytest.raises(StrategyError, match=f"accumulation {count}"):
+        job(config, pp=4, accumulation=count, pp_schedule=schedule)
+
+
 @pytest.mark.parametrize("schedule", PP_SCHEDULES)
 def test_each_schedule_takes_its_own_numbers_of_micro_batches(schedule: str) -> None:
     """1F1B fills the pipeline once; rounds of an interleaved one are equally long, as torch's classes require."""
-    for pp, count in ((2, 3), (2, 4), (2, 5), (4, 3), (4, 6), (4, 10), (4, 11)):
+    for pp, count in ((2, 1), (2, 3), (2, 4), (2, 5), (4, 3), (4, 6), (4, 10), (4, 11)):
         rounds = max(1, count // pp)
         in_rounds = count >= pp and count % rounds == 0
         able = {"1f1b": count >= pp, "interleaved": in_rounds, "zero_bubble": in_rounds}.get(schedule, True)
         config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 8}, vocab_size=256)
         if able:
-            assert job(config, pp=pp, accumulation=count, pp_schedule=schedule).settings["schedule"] == schedule
+            made = job(config, pp=pp, accumulation=count, pp_schedule=schedule)
+            assert made.settings["schedule"] == schedule
+            assert make_schedule(made, pp, count)  # torch takes what we take
         else:
             with pytest.raises(StrategyError, match=f"accumulation {count}"):
                 job(config, pp=pp, accumulation=count, pp_schedule=schedule)
@@ -186,30 +236,6 @@ def test_forecast_and_plan_of_a_pipeline() -> None:
     best = plan(spec, "2x H100-80GB", strategy=strategy, global_batch=8, seq_len=64).best
     assert best.strategy.pp == 2
     assert best.train_config.accumulation * best.train_config.micro_batch == 8
-
-
-class Recording:
-    """A stage that notes what torch's schedule runs."""
-
-    stage_index, is_first, is_last, has_backward = 0, False, False, True
-
-    def __init__(self, number: int, count: int) -> None:
-        self.stage_index, self.num_stages = number, count
-        self.ran: list[tuple[str, int]] = []
-
-    def forward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
-        self.ran.append(("F", micro))
-
-    def backward_one_chunk(self, micro: int, **_: Any) -> None:
-        self.ran.append(("B", micro))
-
-    def perform_reduce_grad(self, _: int) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        if name.endswith("_ops"):
-            return lambda _: []
-        raise AttributeError(name)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -270,6 +296,8 @@ def test_stages_that_fsdp_shards_are_whole_within_a_step() -> None:
     shared = forecast(spec, Strategy(pp=2, sharding="fsdp"), "4x cpu", train_config, ranks=4)
     assert alone.pipeline is not None
     assert shared.pipeline is not None
+    assert "a stage's parameters and gradients are whole within a step (ZeRO-1)" in " ".join(str(shared).split())
+    assert "ZeRO-1" not in str(alone)
     assert [stage.rank for stage in shared.pipeline.stages] == [0, 2]
     assert shared.phases["prepare"] < alone.phases["prepare"]
     whole = 4 * sum(parameter.elements for parameter in spec.parameters) / 2
@@ -374,6 +402,36 @@ def test_a_large_vocabulary_leaves_the_last_stage_fewer_blocks() -> None:
     sizes = [end - first for first, end in made.settings["stages"]]
     assert sizes[-1] < min(sizes[:-1])
     assert slowest(made) <= 1.10
+
+
+def test_the_largest_published_pipeline_has_72_slots() -> None:
+    """BLOOM-176B's blocks, embedding and head on 12 stages. Its last stages held fewer blocks."""
+    made = forecast(bloom(14_336, 70, 112, 250_880), Strategy(pp=12), "12x A100-80GB", TrainConfig(accumulation=12))
+    assert made.pipeline is not None
+    text = str(made)
+    assert "72 slots: 70 blocks of 4.9 GB, the embedding with 7.2 GB, the head with 7.2 GB." in text
+    shown = next(table for table in made.tables() if table.title.startswith("Stages"))
+    sizes = [dict(zip(shown.columns, row, strict=True)) for row in shown.rows]
+    assert len(sizes) == 12
+    for row, stage in zip(sizes, made.pipeline.stages, strict=True):
+        assert row["weights"] == format_gigabytes(stage.weight_bytes)
+        assert row["equal slots"] == format_gigabytes(stage.unbalanced_bytes)
+    assert sizes[-1]["weights"] != sizes[-1]["equal slots"]
+
+
+def test_a_long_schedule_is_not_written_action_by_action() -> None:
+    spec, micro = describe(LLAMA), MOST_DRAWN // 4 + 1
+    made = {
+        count: forecast(spec, Strategy(pp=2), "2x cpu", TrainConfig(seq_len=64, accumulation=count)).to_dict()[
+            "pipeline"
+        ]
+        for count in (4, micro)
+    }
+    assert len(made[4]["actions"]) == 4 * 4
+    assert made[micro]["actions"] == []
+    assert schedule_picture(made[4])
+    assert not schedule_picture(made[micro])
+    assert made[micro]["idle_share"] < made[4]["idle_share"]
 
 
 def test_a_stage_fits_a_rank_where_a_cut_does() -> None:

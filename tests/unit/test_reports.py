@@ -23,6 +23,7 @@ from toolkit.reports import reported
 from toolkit.reports.sections import summarize
 from toolkit.run_folder import folder
 from toolkit.run_folder.heartbeat import Beat
+from toolkit.training.certificates import Certificate
 from toolkit.training.resumption import resume_hint
 
 STEPS = [runs.event(step) for step in range(1, 21)]
@@ -309,6 +310,21 @@ def test_fields_of_another_version_are_told_too(tmp_path: Path) -> None:
     assert "--flavour sweet" in text
     assert "This version cannot resume it: RunConfig has no field 'flavour'." in text
     assert re.search(r"^flavour +sweet$", text, re.MULTILINE)
+
+
+def test_the_guards_certificate_is_told(tmp_path: Path) -> None:
+    """As `run.json` has it; without one, no word."""
+    certificate = Certificate(
+        model="m", strategy={"tp": 2}, ranks=4, layers=2, hidden=64, loss_difference=2.3e-7, norm_difference=4.1e-6,
+        gradient=None, seconds=9.0,
+    )  # fmt: skip
+    sentence = "A small copy over 4 ranks computed as one process did before the run: losses 2e-07 and gradient norms 4e-06 apart."
+    for name, guard in (("with", certificate.to_dict()), ("without", None)):
+        run = runs.write(tmp_path / name, STEPS, record=runs.about(guard=guard), memory=runs.memory())
+        report = tk.report(run.path)
+        report.write()
+        told = [sentence in " ".join(text.split()) for text in (str(report), run.report.read_text())]
+        assert told == [guard is not None] * 2
 
 
 def test_the_verb_writes_the_page(finished: folder.Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

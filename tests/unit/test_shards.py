@@ -36,6 +36,7 @@ from toolkit.engines.shards import (
     uncovered,
     whole_box,
 )
+from toolkit.training.given_weights import value_sum
 from toolkit.training.replicas import wrong_parts
 
 
@@ -338,12 +339,20 @@ def test_replicas_are_divided_evenly_in_whole_rows_where_that_is_even(shape: tup
     assert all(box_shape(share.region.box)[1 - dim] == shape[1 - dim] for share in shares if share)
 
 
+def test_equal_values_in_another_order_are_other_values() -> None:
+    tensor = torch.randn(6, 4)
+    assert value_sum(tensor, "float32") == value_sum(tensor.flip(0), "float32")
+    assert value_sum(tensor, "float32", in_order=True) != value_sum(tensor.flip(0), "float32", in_order=True)
+    assert value_sum(tensor, "float32", in_order=True) == value_sum(tensor.clone(), "float32", in_order=True)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         (((0, 2), (2, 2)), None),
         (((0, 2), (3, 1)), "the ranks hold 6 of the 8 elements of w"),
         (((0, 3), (2, 2)), "the ranks hold 10 of the 8 elements of w"),
+        (((0, 2), (1, 2)), "the ranks hold some elements of w twice, and others not at all"),
     ],
 )
 def test_parts_that_do_not_make_up_a_tensor_are_named(rows: Sequence[tuple[int, int]], message: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from programs import python
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -91,11 +91,19 @@ def job_of(spec: ModelSpec, ranks: int = 4, **words: Any) -> Job:
 @pytest.mark.parametrize(
     ("words", "ranks", "message"),
     [
-        ({"sharding": "zero3"}, 4, "sharding 'zero3' does not run with tp 2"),
+        (
+            {"sharding": "zero3"},
+            4,
+            "sharding 'zero3' does not run with tp 2: DeepSpeed loads the whole model on each rank before it divides layers",
+        ),
         ({"sharding": "ddp"}, 2, "sharding 'ddp' with tp 2 needs at least 4 ranks; got 2."),
-        ({"adapter": "dora"}, 4, "adapter 'dora' does not run with tp 2 yet. Choose adapter none or lora, or --tp 1."),
-        ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2 yet"),
-        ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2 yet"),
+        (
+            {"adapter": "dora"},
+            4,
+            "adapter 'dora' does not run with tp 2: only LoRA's matrices are divided among ranks. Choose adapter none",
+        ),
+        ({"offload": "cpu"}, 4, "offload 'cpu' does not run with tp 2: parts"),
+        ({"precision": "fp16"}, 4, "precision 'fp16' does not run with tp 2: the loss scaler"),
         ({"tp_sequence": True, "adapter": "lora"}, 4, "tp_sequence does not run with adapter 'lora' yet"),
         ({"tp_sequence": True, "mlp_tiles": 2}, 4, "tp_sequence does not run with --mlp-tiles yet"),
         ({"tp_sequence": True, "tp": 1}, 2, "tp_sequence splits rows over the ranks of a tp group, and tp is 1"),
@@ -180,7 +188,7 @@ def test_a_plan_that_comes_after_the_weights_is_refused(spec: ModelSpec) -> None
 
 def test_mixtures_are_refused() -> None:
     mixtral = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
-    with pytest.raises(StrategyError, match="only dense models"):
+    with pytest.raises(StrategyError, match="which run with --ep 2"):
         job_of(mixtral)
 
 
@@ -230,9 +238,10 @@ def test_dropout_would_repeat_itself_in_split_tokens(spec: ModelSpec) -> None:
         job_of(drops, tp_sequence=True)
 
 
-def test_split_tokens_keep_less_for_the_backward() -> None:
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen3Config])
+def test_split_tokens_keep_less_for_the_backward(kind: Any) -> None:
     """By the trace: of twelve layers' inputs each rank keeps a half."""
-    deep = describe(LlamaConfig(vocab_size=256, intermediate_size=96, **{**SHAPE, "num_hidden_layers": 12}))
+    deep = describe(kind(vocab_size=256, intermediate_size=96, head_dim=16, **{**SHAPE, "num_hidden_layers": 12}))
     kept = []
     for split in (False, True):
         job = job_of(deep, sharding="none", ranks=2, tp_sequence=split, loss="chunked")

@@ -88,5 +88,7 @@ def test_after_an_answer_the_background_traces_for_the_next(own_cache: Path) -> 
         ["--seq-len", "1024"],
         ["--seq-len", "600", "--micro-batch", "2"],
         ["--micro-batch", "1", "--seq-len", "2048"],
+        ["--seq-len", "1024", "--hardware", "2x A100-80GB"],
+        ["--seq-len", "1024", "--hardware", "2x L4", "--sharding", "zero2"],
     ):
         assert not imports_torch(*words)

@@ -50,7 +50,7 @@ def test_documents_are_joined_only_where_their_bounds_reach_the_kernel(
     """transformers' own dispatch to flash attention, over a kernel in plain torch."""
 
     def by_bounds(q: Any, k: Any, v: Any, cu_seqlens_q: Any, **_: Any) -> Any:
-        return varlen.reference(q, k, v, cu_seqlens_q, scale=None, window_size=(-1, 0))
+        return varlen.reference(q, k, v, cu_seqlens_q, cu_seqlens_q, scale=None, window_size=(-1, 0))
 
     def whole(q: Any, k: Any, v: Any, **_: Any) -> Any:
         return by_bounds(q[0], k[0], v[0], torch.tensor([0, q.shape[1]]))[None]

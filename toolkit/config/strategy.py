@@ -245,7 +245,7 @@ class Strategy(Result):
     pp: int = amount(
         1,
         "pipeline parallelism: ranks that each hold some layers; with none, ddp, and fsdp or hsdp, which keep a stage whole within "
-        "a step, and shard it between steps",
+        "a step, and shard it between steps (ZeRO-1)",
         least=1,
     )
     pp_schedule: str = choice(
@@ -272,6 +272,11 @@ class Strategy(Result):
         object.__setattr__(self, "sharding", sharding_word(self.sharding))
         object.__setattr__(self, "mlp_tiles", str(self.mlp_tiles))  # Python and JSON may give a number
         object.__setattr__(self, "pp_schedule", schedule_word(self.pp_schedule))
+        if self.cp_attention == "ring":
+            raise StrategyError(
+                "cp_attention 'ring' is not available: 'gather' sends the same keys and values at once, and 'ulysses' fewer bytes. "
+                "Choose cp_attention 'auto'."
+            )
         validate(self)
         self._check_table()
 

@@ -53,6 +53,8 @@ class Attention:
     """Whether it computes in 16 bits only."""
     joins_rows: bool = False
     """Whether it takes packed rows joined into one, by their positions; then it needs no mask."""
+    divides_rows: bool = False
+    """Whether it runs where ranks share each row (`--cp`); others read rows in ways of their own."""
     automatic: bool = True
     """Whether `auto` may choose it."""
     install: str = ""
@@ -60,8 +62,8 @@ class Attention:
 
 
 ATTENTIONS: dict[str, Attention] = {
-    "eager": Attention(transformers="eager"),
-    "sdpa": Attention(transformers="sdpa"),
+    "eager": Attention(transformers="eager", divides_rows=True),
+    "sdpa": Attention(transformers="sdpa", divides_rows=True),
     "flash_attention_2": Attention(
         transformers="flash_attention_2",
         half_only=True,
@@ -79,6 +81,7 @@ ATTENTIONS: dict[str, Attention] = {
         transformers="varlen",
         half_only=True,
         joins_rows=True,
+        divides_rows=True,
         install="It needs a GPU of compute capability 8.0 or more, and a torch with varlen_attn for grouped queries.",
     ),
     "flex": Attention(transformers="flex_attention", automatic=False),

@@ -81,8 +81,7 @@ class Table:
         known: set[str] = set()
         columns = [markup(explained(str(name), known)) for name in self.columns]
         rows = [[markup(explained(first, known)), *others] for first, *others in cells]
-        notes = [markup(re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(note))) for note in self.notes]
-        return render("table", title=self.title, columns=columns, sides=sides, rows=rows, notes=notes)
+        return render("table", title=self.title, columns=columns, sides=sides, rows=rows, notes=self.notes)
 
     def _repr_html_(self) -> str:
         return redact(self.html())
@@ -209,8 +208,7 @@ def markup(html: str) -> Any:
 
 def render(template: str, **values: Any) -> str:
     """Return the HTML of `templates/TEMPLATE.html` with these values."""
-    text: str = _environment().get_template(f"{template}.html").render(values)
-    return text
+    return str(_environment().get_template(f"{template}.html").render(values))
 
 
 @cache
@@ -218,7 +216,9 @@ def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).with_name("templates"))
-    return Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
+    environment.filters["code"] = lambda text: markup(re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text)))
+    return environment
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """`Engine`: everything about one way of sharding, with defaults where an engine is like the others.
 
-A subclass is one file or folder of this package, or comes from elsewhere and calls `plugins.register`.
+A subclass is one file or folder of this package, or comes from elsewhere and calls `registry.register`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from toolkit.core.units import BYTES_OF, MiB, dtype_name
 from toolkit.engines.base import Engine, read_precision
 from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
+from toolkit.engines.losses import loss_kind, loss_sum, with_trained
 from toolkit.engines.optimizer_step import loss_scaler
 from toolkit.engines.records import Counters, Prepared, StateMemory, Transfer
 from toolkit.engines.simulation import Simulation
@@ -139,11 +140,12 @@ class DDP(Engine):
         shape = (1, 2 * prepared.job.strategy.token_parts)  # each rank of a sequence has a label to predict
         tokens = torch.zeros(shape, dtype=torch.long, device=prepared.accelerator.device)
         batch = prepared.job.split({"input_ids": tokens, "labels": tokens}, prepared.accelerator.process_index)
-        prepared.model(**batch, use_cache=False).loss.backward()
+        batch, kind = with_trained(batch), loss_kind(prepared.job, prepared.model)
+        loss_sum(prepared.model, batch, kind).backward()  # type: ignore[no-untyped-call]
         # The buckets are rebuilt at the head of a second forward. Without `no_sync` DDP would await its backward, and average the
         # gradients of the first micro-batch, too: equal sums with other last bits.
         with self.accumulating(prepared, last=False):
-            prepared.model(**batch, use_cache=False)
+            loss_sum(prepared.model, batch, kind)
         prepared.optimizer.zero_grad()
 
 

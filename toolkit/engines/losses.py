@@ -103,7 +103,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 def loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the mean loss over the trained positions of a batch, in a user's own loop.
 
-    A model of `tk.load` computes it without whole logits where `Strategy.loss` says so; `model(**batch)` has logits all the same.
+    A model of `tk.load` computes it without whole logits where `Strategy.loss` says so.
 
     Args:
         model: of transformers, prepared or not.

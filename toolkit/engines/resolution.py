@@ -27,7 +27,7 @@ def resolve(strategy: Strategy, train_config: TrainConfig, spec: ModelSpec | Non
         StrategyError: for what this device, model or number of ranks cannot do, before any process starts.
     """
     precision = resolve_precision(strategy.precision, device)
-    attention = resolve_attention(strategy.attention, precision, spec, device)
+    attention = resolve_attention(strategy.attention, precision, spec, device, divided=strategy.cp > 1)
     if device.kind == "cuda" and PRECISIONS[precision].accelerate == "bf16" and "bf16" not in device.dtypes:
         raise StrategyError(
             f"precision {precision!r}: {device.name} does not compute bf16. Choose precision 'fp16', or 'fp32'."
@@ -108,8 +108,12 @@ def check_scaling(job: Job) -> None:
         )
 
 
-def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, device: Device) -> str:
+def resolve_attention(
+    attention: str, precision: str, spec: ModelSpec | None, device: Device, *, divided: bool = False
+) -> str:
     """Resolve `auto`: the device's first kernel that takes this dtype and that the model's class supports.
+
+    `divided`: ranks share each row.
 
     Raises:
         StrategyError: for a named kernel that is not there or does not take this dtype, with those that do.
@@ -121,7 +125,10 @@ def resolve_attention(attention: str, precision: str, spec: ModelSpec | None, de
         return spec is None or (kernel in spec.attentions and _takes_rows(kernel, attention, spec))
 
     if attention == "auto":
-        return next((kernel for kernel in device.attentions if ATTENTIONS[kernel].automatic and able(kernel)), "eager")
+        automatic = (word for word in device.attentions if ATTENTIONS[word].automatic)
+        return next(
+            (word for word in automatic if able(word) and (ATTENTIONS[word].divides_rows or not divided)), "eager"
+        )
     if attention in device.attentions and able(attention):
         return attention
     if attention not in device.attentions:

@@ -56,16 +56,15 @@ class Difference(JsonRecord):
 
     @property
     def ratio(self) -> float | None:
-        """The second as a multiple of the first."""
-        return self.other / self.one if self.one and self.other is not None else None
+        """The second as a multiple of the first; None where one is less than a thousandth of the other: it would say nothing."""
+        ratio = self.other / self.one if self.one and self.other is not None else 0.0
+        return ratio if 0.001 <= ratio <= 1000 else None
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Both with their unit, and the ratio, for a table."""
         values = ("–" if value is None else SPELL[self.unit](value) for value in (self.one, self.other))
-        # Of next to nothing a ratio says nothing.
-        told = self.ratio is not None and 0.001 <= self.ratio <= 1000
-        return self.what, *values, f"{self.ratio:.2f}" if told else "–"
+        return self.what, *values, "–" if self.ratio is None else f"{self.ratio:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ class Plan(Result):
             f"Sorted by tokens/s, with an offload by {OFFLOADED:.0%} of them."
         )
         if shown < len(self.ranked):
-            notes.append(f"{len(self.ranked) - shown} more fit; --all shows them.")
+            notes.append(f"{len(self.ranked) - shown} more fit; `whole=True` (--all) shows them.")
         if self.tokens is not None:
             price = f", at {self.price:,.2f} a device and hour" if self.price else ""
             notes.append(
@@ -175,7 +175,7 @@ class Plan(Result):
             )
             rows.append((len(candidates), textwrap.shorten(kind, 130, placeholder="…"), words, least))
         more = len(groups) - len(rows)
-        note = f"{more} more reasons; --all shows each candidate's." if more else "--all shows each candidate."
+        note = f"{more} more reasons; " * bool(more) + "`whole=True` (--all) shows each candidate."
         own = (CPU_NOTE,) if self.hardware.device.kind == "cpu" else ()
         notes = (note, *(() if self.ranked else self.hardware.notes), *own)
         return Table(title="Rejected", columns=("", "why", "sharding", "least need"), rows=rows, notes=notes)

@@ -49,7 +49,8 @@ class Pipeline(JsonRecord):
     """The forecast of a pipeline's stages and schedule."""
 
     json_fields = (
-        "schedule stages fullest_rank idle_share equal_stages_idle_share slowest_over_mean slots timed length actions"
+        "schedule stages fullest_rank idle_share equal_stages_idle_share slowest_over_mean slots within_step timed length "
+        "actions"
     )
 
     schedule: str
@@ -58,6 +59,8 @@ class Pipeline(JsonRecord):
     """The idle share with equal stages: (p - 1) / (v m + p - 1)."""
     slots: str
     """The blocks, the embedding and the head, with their sizes."""
+    within_step: str
+    """What is whole within a step though ranks share it between steps; empty where nothing is."""
     timed: bool
     """Whether times are seconds."""
     played: Played = field(repr=False)
@@ -124,6 +127,8 @@ def stages_table(pipeline: Mapping[str, Any], picture: str = "", ran: Mapping[st
         f"equal stages {pipeline['equal_stages_idle_share']:.1%}. The slowest stage takes {pipeline['slowest_over_mean']:.2f} of "
         "the stages' mean time.",
     ]
+    if pipeline["within_step"]:
+        notes.append(f"Ranks share states between steps: {pipeline['within_step']}.")
     columns = [name.replace("_", " ") for name in COLUMNS.split()]
     if ran:
         columns, share = [*columns, "idle, measured"], sum(ran["idle"]) / len(ran["idle"])
@@ -224,6 +229,7 @@ def build_pipeline(
         equal_stages_idle_share=equal.idle_share if equal is not None else 0.0,
         slots=f"{len(blocks) + 2} slots: {len(blocks)} blocks of {format_gigabytes(max(blocks))}, the embedding with "
         f"{format_gigabytes(embedding)}, the head with {format_gigabytes(head)}.",
+        within_step=job.engine.within_step(job),
         timed=job.device.card is not None,
         played=played,
     )

@@ -88,8 +88,8 @@ def local_folder(source: str | Path) -> Path | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an exception's message, with an indented reason that follows a colon."""
+    return next(filter(None, map(str.strip, str(error).replace(":\n    ", ": ").splitlines())), type(error).__name__)
 
 
 SAFETENSORS_DTYPES = {

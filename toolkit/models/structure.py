@@ -68,7 +68,7 @@ def mixture(name: str, module: PreTrainedModel, figures: Mapping[str, Any], rout
     active = next((value for key in _ACTIVE if isinstance(value := figures.get(key), int)), _FIXED_ACTIVE.get(kind))
     if active is None:
         raise ModelError(
-            f"model {name!r} has {experts} experts a layer, and its config does not say how many a token uses: "
+            f"model {name!r} has {experts} experts a layer, and its config does not say in one number how many a token uses: "
             "set num_experts_per_tok."
         )
     classes = {type(layer.block).__name__ for layer in routed}

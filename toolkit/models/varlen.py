@@ -102,17 +102,29 @@ def _kernel(cuda: bool) -> Any:
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, scale: float | None, window_size: Any, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    *_: Any,
+    scale: float | None,
+    window_size: Any,
+    **__: Any,
 ) -> Tensor:
-    """Compute the same on a CPU, document by document; for tests and for the probe."""
+    """Compute the same on a CPU, document by document; for tests and for the probe.
+
+    A document's last query sees its last key, as in the flash kernels: there may be more keys than queries.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     outputs = []
-    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    for own, seen in zip(*(map(slice, each[:-1].tolist(), each[1:].tolist()) for each in (queries, keys)), strict=True):
+        count = seen.stop - seen.start
+        distance = torch.arange(count - (own.stop - own.start), count)[:, None] - torch.arange(count)
         visible = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
-        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        q, k, v = (each[part].transpose(0, 1)[None] for each, part in ((query, own), (key, seen), (value, seen)))
         outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 

@@ -23,7 +23,7 @@ from toolkit.engines.upstream import patched, without_deepspeed
 from toolkit.exporters.state_dict import whole_state_dict
 from toolkit.training import epoch_order
 from toolkit.training.given_weights import GivenWeights
-from toolkit.training.model_checks import check_model, check_optimizers
+from toolkit.training.model_checks import check_model, check_optimizers, check_requested
 from toolkit.training.model_methods import gather_in_methods, refuse_parts
 from toolkit.training.own_loop import OwnLoop
 from toolkit.training.preparation import (
@@ -88,7 +88,8 @@ class AuditedPrepare(OwnLoop):
         from accelerate.state import AcceleratorState
         from accelerate.utils import GradientAccumulationPlugin
 
-        self.ended = False
+        self.ended, self.requested = False, job.strategy
+        """The strategy as it was requested, with its `auto`s, once `toolkit.accelerator` has said so."""
         self.from_checkpoint: WeakSet[torch.nn.Module] = WeakSet()
         """Models with the checkpoint's values. `prepare` makes their fp32 masters exact."""
         self.unlike_spec: str | None = None
@@ -189,6 +190,7 @@ class AuditedPrepare(OwnLoop):
                 "call of prepare of its own."
             )
         for model in models:
+            check_requested(self.requested, model, self.job.strategy)
             check_model(self.job, model)
 
     def _make_ready(self, model: torch.nn.Module) -> None:

@@ -54,7 +54,7 @@ class Certificate(Result):
     loss_difference: float
     """The largest relative difference of a step's loss."""
     norm_difference: float
-    """The largest relative difference of a step's gradient norm, before it is clipped."""
+    """The relative difference of the first step's gradient norm, before it is clipped."""
     gradient: str | None
     """The first parameter with another gradient in the first step, in the model's order."""
     seconds: float
@@ -68,7 +68,7 @@ class Certificate(Result):
         """Return the differences beside their limits."""
         rows = [
             ("loss", f"{self.loss_difference:.1e}", f"{LOSS:.0e}"),
-            ("gradient norm", f"{self.norm_difference:.1e}", f"{NORM:.0e}"),
+            ("gradient norm, first step", f"{self.norm_difference:.1e}", f"{NORM:.0e}"),
             ("first other gradient", self.gradient or "none", f"{GRADIENT:.0e}"),
         ]
         words = ", ".join(f"{name} {value}" for name, value in self.strategy.items() if name not in SAME)

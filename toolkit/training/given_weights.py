@@ -99,12 +99,18 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(kinds[tensor.element_size()])
 
 
-def value_sum(tensor: torch.Tensor, dtype: str) -> int:
-    """Return the sum of the values' bits in a dtype: those of parts add up to the whole's."""
+def value_sum(tensor: torch.Tensor, dtype: str, *, in_order: bool = False) -> int:
+    """Return the sum of the values' bits in a dtype: those of parts add up to the whole's.
+
+    `in_order`: times their places, so that equal values in another order have another sum.
+    """
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in torch.split(tensor.reshape(-1), CHUNK):
-        total += bits_of(chunk.to(kind)).sum(dtype=torch.int64)
+    for number, chunk in enumerate(torch.split(tensor.reshape(-1), CHUNK)):
+        bits = bits_of(chunk.to(kind))
+        if in_order:
+            bits = bits * torch.arange(number * CHUNK + 1, number * CHUNK + 1 + len(bits), device=bits.device)
+        total += bits.sum(dtype=torch.int64)
     return int(total)

@@ -23,6 +23,7 @@ from toolkit.models.hf_loading import (
     load_tokenizer,
     quiet_bars,
 )
+from toolkit.training.model_checks import LOADED
 from toolkit.training.weight_reader import Reader
 from toolkit.transforms.adapters import check_quantized, quantized_weights, require_libraries
 from toolkit.transforms.checkpointing import checkpoint_in_training_only
@@ -78,6 +79,7 @@ def load(accelerator: Accelerator, *, allow_unquantized: bool = False) -> tuple[
         notes.append(_adapter_note(job, model))
     engine.before_prepare(job, model)
     accelerator.from_checkpoint.add(model)
+    vars(model)[LOADED] = True
     checkpoint_in_training_only(model)
     model.train()  # transformers returns models in eval mode, without dropout and activation checkpointing
     engine.defer_values(job, model)  # last: the lines above use no values

@@ -18,6 +18,18 @@ WHOLE_SHAPES = ("Adafactor", "Muon", "Shampoo", "SM3", "LBFGS", "Lamb", "LARS", 
 """Optimizers that look at a parameter's shape, norm or neighbours. ZeRO gives an optimizer flat parts of many parameters."""
 
 
+LOADED = "_toolkit_loaded"
+"""The attribute of a model that `toolkit.load` has made. Copies have it, too."""
+
+ADDED: dict[str, tuple[Any, ...]] = {
+    "loss": ("auto", "whole"),
+    "mlp_tiles": ("none",),
+    "activation_offload": (False,),
+    "activation_checkpointing": ("auto", "none"),
+}
+"""Fields of which `toolkit.load` changes a model, and the values with which it does not."""
+
+
 def check_model(job: Job, model: torch.nn.Module) -> None:
     """Refuse a model that the engine would train otherwise than one process, or cannot take apart.
 
@@ -25,15 +37,36 @@ def check_model(job: Job, model: torch.nn.Module) -> None:
         StrategyError: naming the parameter, and what to do.
         StrategyMismatch: for trained parameters in several dtypes.
     """
-    check_requested(job.strategy, model)
     check_uniform(job, model)
     check_divisible(job, model)
     check_hooks(job, model)
     check_copies(model)
 
 
-def check_requested(strategy: Strategy, model: torch.nn.Module) -> None:
-    """Refuse a model without what `toolkit.load` adds on request: context-parallel attention, an adapter, compiled layers."""
+def check_requested(strategy: Strategy, model: torch.nn.Module, resolved: Strategy | None = None) -> None:
+    """Refuse a model without what `toolkit.load` adds on request: context-parallel attention, an adapter, compiled layers, `ADDED`.
+
+    Args:
+        strategy: as requested, with its `auto`s.
+        model: of a user's code.
+        resolved: the strategy without an `auto`, where the model is known.
+    """
+    modules = list(model.modules())
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    recomputes = any(
+        getattr(each, "gradient_checkpointing", False) or "CheckpointWrapper" in type(each).__name__ for each in modules
+    )
+    for name, without in ADDED.items() if trained and not any(LOADED in vars(each) for each in modules) else ():
+        value, fix = getattr(strategy, name), "Make it with tk.load(accelerator)"
+        if value in without or getattr(resolved or strategy, name) in without:
+            continue
+        if name == "activation_checkpointing" and value == "full":
+            if recomputes:
+                continue
+            fix += ", call its gradient_checkpointing_enable()" * hasattr(model, "gradient_checkpointing_enable")
+        raise StrategyError(
+            f"{name} {value!r} was requested, and the model of this code is without. {fix}, or leave it out."
+        )
     kernel = getattr(getattr(model, "config", None), "_attn_implementation", "")
     if strategy.cp > 1 and not str(kernel).startswith("cp_"):
         raise StrategyError(

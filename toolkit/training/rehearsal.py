@@ -1,6 +1,6 @@
 """`rehearse()`: the code of one rank of any number, alone. Its memory is real, its values mean nothing.
 
-A child takes three steps over torch's fake process group, where what is sent goes nowhere. Weights are zeros in a file without
+A child takes four steps over torch's fake process group, where what is sent goes nowhere. Weights are zeros in a file without
 content, of which only what the rank reads comes into memory: one rank of a model of any size can be rehearsed.
 """
 
@@ -38,6 +38,9 @@ REFUSED = {
 """Shardings without a rehearsal, and why. Under `--tp` and `--pp` gradients are averaged without torch's DDP."""
 
 
+SENT = "sent in a step"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal(Result):
     """One rank's memory as it was measured, beside the forecast."""
@@ -56,7 +59,9 @@ class Rehearsal(Result):
     forecast_peak_bytes: int
     """Of the fullest rank; of a pipeline, of this rank's stages."""
     sent_bytes: int
-    """What the rank would send in a step, by the forecast."""
+    """What the rank would send in a step, counted at its collectives."""
+    forecast_sent_bytes: int
+    """Of the rank of a pipeline that sends most."""
     step_seconds: float
     """Of the third step, without any communication, on this machine."""
 
@@ -68,23 +73,28 @@ class Rehearsal(Result):
     def tables(self) -> list[Table]:
         """Return measured and forecast bytes by phase."""
         words = ", ".join(f"{name} {value}" for name, value in self.strategy.items()) or "none"
-        sizes = [(name, self.phases[name], self.forecast_phases.get(name, 0)) for name in PHASES if name in self.phases]
+        sizes = [
+            *((name, self.phases[name], self.forecast_phases.get(name, 0)) for name in PHASES if name in self.phases),
+            ("peak", self.peak_bytes, self.forecast_peak_bytes),
+            (SENT, self.sent_bytes, self.forecast_sent_bytes),
+        ]
         rows = [
             (
                 name,
                 format_bytes(measured),
                 format_bytes(expected),
-                f"{expected / measured - 1:+.1%}" if measured else "–",
+                f"{expected / measured - 1:+.1%}" if measured and not (name == SENT and "pp" in self.strategy) else "–",
             )
-            for name, measured, expected in (*sizes, ("peak", self.peak_bytes, self.forecast_peak_bytes))
+            for name, measured, expected in sizes
         ]
-        notes = (
-            f"A step computes for {format_step_seconds(self.step_seconds)} here, and would send {format_bytes(self.sent_bytes)}. "
-            "Values mean nothing: what other ranks send is not there.",
-        )
+        notes = [
+            f"A step computes for {format_step_seconds(self.step_seconds)} here. Values mean nothing: what other ranks send is "
+            "not there.",
+            *(["Of a pipeline, what the rank sends that sends most is forecast."] if "pp" in self.strategy else []),
+        ]
         title = f"{self.model}, {words}: rank {self.rank} of {self.ranks}"
         subject = "its stages" if "pp" in self.strategy else "fullest rank"
-        columns = ("phase", "measured", f"forecast, {subject}", "difference")
+        columns = ("", "measured", f"forecast, {subject}", "difference")
         return [Table(title=title, columns=columns, rows=rows, notes=notes)]
 
 
@@ -151,7 +161,7 @@ def _joined(job: Job, rank: int, measured: Mapping[str, Any], forecast: Forecast
         rank=rank,
         forecast_phases={name: forecast.phases[name] for name in PHASES if name in forecast.phases},
         forecast_peak_bytes=forecast.peak_bytes,
-        sent_bytes=forecast.communication_bytes,
+        forecast_sent_bytes=forecast.communication_bytes,
         **measured,
     )
 

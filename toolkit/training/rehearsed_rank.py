@@ -1,4 +1,4 @@
-"""The process of `rehearse()`: load, prepare and three steps of one rank over torch's fake process group.
+"""The process of `rehearse()`: load, prepare and four steps of one rank over torch's fake process group.
 
 The fake group copies what a rank sends into what it gets, and leaves what it receives from another stage as it is.
 """
@@ -28,8 +28,8 @@ from toolkit.models.files import SAFETENSORS_DTYPES, first_line
 from toolkit.training.expert_load import routed_modules
 from toolkit.training.small_run import SAID
 
-STEPS = 3
-"""The first makes the moments, the third is like all that follow."""
+STEPS = 4
+"""The first makes the moments, the third is like all that follow. What the last one sends is counted, which changes its memory."""
 
 
 def write_zeros(folder: str, config: Mapping[str, Any]) -> None:
@@ -161,6 +161,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     from toolkit.training.loop import train
     from toolkit.training.optimizers import make_optimizer, make_schedule
     from toolkit.training.preparation import prepare, prepared
+    from toolkit.training.sent_bytes import SentBytes
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything
 
@@ -186,14 +187,23 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     rows, seconds = _rows(spec.vocab, train_config, separates_documents(spec, joined=False)), 0.0
     rank = prepared(accelerator, (model, optimizer))
     _balance_experts(rank)
-    with _other_stages():
+    sent = SentBytes()
+    with _other_stages(), contextlib.ExitStack() as last:
         for step in train(rank, rows, schedule):
-            seconds = step.seconds
-    window.close()
+            if step.step == STEPS - 1:
+                seconds = step.seconds
+                window.close()
+                last.enter_context(sent)
     result = window.result()
     if result.peak_bytes is None:
         raise ToolkitError(f"nothing was measured: {result.reason}")
-    return {"phases": dict(result.phases), "peak_bytes": result.peak_bytes, "step_seconds": seconds}
+    total = sum(sent.by_collective.values())
+    return {
+        "phases": dict(result.phases),
+        "peak_bytes": result.peak_bytes,
+        "step_seconds": seconds,
+        "sent_bytes": total,
+    }
 
 
 def main(parent: int) -> None:

@@ -98,6 +98,7 @@ def accelerator(
         project_dir=project_dir,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
     )
+    result.requested = requested
     return result
 
 

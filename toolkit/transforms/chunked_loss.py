@@ -66,8 +66,7 @@ class ChunkedLoss(Transform):
         scale = 1 / scale if "granite" in config.model_type else scale
         chunked = ChunkedHead(head, base, scale, cap, _rows(job))
         head.forward = update_wrapper(partial(chunked.forward, head.forward), head.forward)
-        if base.config.is_encoder_decoder:
-            base.register_forward_pre_hook(_replace_labels, with_kwargs=True)
+        base.register_forward_pre_hook(_take_labels, with_kwargs=True)
         return model
 
 
@@ -86,10 +85,17 @@ def _refuse(what: str) -> NoReturn:
     raise StrategyError(f"loss 'chunked' {what}. Choose --loss whole.")
 
 
-def _replace_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a decoder its input in the place of labels, of which the model would make a loss of its own."""
-    if HEAD_CALL.get() is not None and kwargs.get("labels") is not None:
-        kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=kwargs.pop("labels"))
+def _take_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give a decoder its input in the place of labels, of which the model would make a loss of its own, over whole logits."""
+    import torch
+
+    if kwargs.get("labels") is not None:
+        if HEAD_CALL.get() is not None and model.config.is_encoder_decoder:
+            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=kwargs.pop("labels"))
+        elif HEAD_CALL.get() is None and model.training and torch.is_grad_enabled():
+            raise StrategyError(
+                "loss 'chunked': model(labels=...) makes whole logits. Write loss = tk.loss(model, batch), or choose --loss whole."
+            )
     return args, kwargs
 
 

@@ -21,9 +21,11 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.records import Transfer
 from toolkit.engines.registry import register_transform
-from toolkit.models.varlen import BOUNDS, STATEFUL, register_varlen
+from toolkit.models.varlen import BOUNDS, STATEFUL, VARLEN, register_varlen
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -36,8 +38,8 @@ FILLERS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 BY_LENGTH = {"longrope", "dynamic"}
 """Kinds of rotary frequencies that follow from the highest position of a call: ranks would choose different ones."""
 
-KERNELS = ("sdpa", "eager", "varlen")
-"""Kernels that run inside. Others read rows in ways of their own."""
+KERNELS = tuple(word for word, kernel in ATTENTIONS.items() if kernel.divides_rows)
+"""Kernels that run inside."""
 
 
 class ContextParallel(Transform):
@@ -69,8 +71,6 @@ class ContextParallel(Transform):
         if spec.config.get("output_router_logits"):
             fix = "Set output_router_logits to false in config.json, or leave out --cp."
             _refuse(f"splits the rows over which {spec.architecture} balances its experts", fix, cp)
-        if attention_kind(job) == "gather" and ATTENTIONS[strategy.attention].joins_rows:
-            _refuse("with gather has no kernel for joined rows", "Choose --attention sdpa.", cp)
         kinds = {str(rope.get("rope_type")) for rope in _ropes(spec.config.get("rope_parameters"))} & BY_LENGTH
         if kinds:
             _refuse(
@@ -113,29 +113,36 @@ class ContextParallel(Transform):
     def split(self, batch: Any, job: Job, rank: int, masked: bool | None = None) -> Any:
         import torch
 
-        tokens = batch["input_ids"]
-        positions = batch.get("position_ids")
-        if positions is None:
-            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        padding = batch.get("attention_mask")
+        tokens, positions, padding = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
+        positions = _positions(tokens, positions, batch.get(BOUNDS[0]))
+        traced = masked is not None  # values are not there
         if masked is None:
-            joined = bool((positions.diff(dim=-1) != 1).any())
-            masked = joined or (padding is not None and not bool(padding.all()))
+            several = bool((positions.diff(dim=-1) != 1).any())
+            masked = several or (padding is not None and not bool(padding.all()))
         size, place = _whole_length(job, tokens.shape[1]) // job.strategy.cp, job.coordinates(rank).cp
         if more := size * job.strategy.cp - tokens.shape[1]:
-            if BOUNDS[0] in batch:
-                _refuse(f"does not divide a joined row of {tokens.shape[1]} tokens", "Choose --attention sdpa.")
             batch = _lengthen(batch, more)
             # They go on with the last document: no token before them sees them.
             positions = torch.cat(
                 [positions, positions[:, -1:] + torch.arange(1, more + 1, device=positions.device)], 1
             )
             padding = batch.get("attention_mask")
-        part = slice(place * size, (place + 1) * size)
-        rows = Rows(attention_kind(job), _group(job), positions, padding if masked else None, masked, part)
+        # No token sees those behind it, so padding at the end of a row needs no mask.
+        at_end = padding is None or traced or bool((padding[:, 1:] <= padding[:, :-1]).all())
+        kind, joined = attention_kind(job), job.strategy.attention == VARLEN and at_end
+        parts: Sequence[slice | Tensor] = [
+            slice(number * size, (number + 1) * size) for number in range(job.strategy.cp)
+        ]
+        if joined and kind == "gather" and not traced and size % 2 == 0:
+            parts = _zigzag(job.strategy.cp, size)
+        part = parts[place]
+        rows = Rows(kind, _group(job), positions, padding if masked else None, masked, part, joined)
+        bounds: dict[str, Any] = {}
+        if joined and not traced:
+            bounds, rows.keys = rows.documents(parts)
         taken = {name: batch[name][:, part] for name in FILLERS if name in batch and name != "attention_mask"}
-        rest = {name: value for name, value in batch.items() if name != "attention_mask"}
-        return {**rest, **taken, "position_ids": positions[:, part], ROWS: rows}
+        rest = {name: value for name, value in batch.items() if name not in ("attention_mask", *BOUNDS)}
+        return {**rest, **taken, **bounds, "position_ids": positions[:, part], ROWS: rows}
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return what a rank sends of a micro-batch: for each layer in the forward, its recomputation and the backward."""
@@ -177,6 +184,29 @@ def _whole_length(job: Job, tokens: int) -> int:
     return ceil_div(tokens, job.strategy.token_parts) * job.strategy.token_parts
 
 
+def _zigzag(cp: int, size: int) -> list[Tensor]:
+    """Return the places of each rank's tokens: a chunk from the row's beginning and one from its end, which see equally much."""
+    import torch
+
+    chunks = torch.arange(cp * size).view(2 * cp, -1)
+    return [torch.cat((chunks[place], chunks[-1 - place])) for place in range(cp)]
+
+
+def _positions(tokens: Tensor, positions: Tensor | None, starts: Tensor | None) -> Tensor:
+    """Return positions [b, s], from 0 in each document where its bounds alone are given. Refuse bounds that say otherwise."""
+    import torch
+
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    if starts is not None:
+        starts = starts.to(tokens.device)
+        if len(tokens) > 1 or starts.ndim != 1 or starts[-1] != tokens.shape[1]:
+            _refuse(f"got {BOUNDS[0]} that do not end with the one row of {tokens.shape[1]} tokens", "Leave them out.")
+        places = places - starts[:-1].repeat_interleave(starts.diff())
+        if positions is not None and bool(((places == 0) & (positions.flatten() != 0)).any()):
+            _refuse(f"got documents in {BOUNDS[0]} that position_ids do not begin at 0", "Give one of the two.")
+    return (places if positions is None else positions).expand_as(tokens)
+
+
 def _lengthen(batch: Any, more: int) -> dict[str, Any]:
     """Return the batch with so many more tokens at the end of each row."""
     from torch.nn.functional import pad
@@ -201,17 +231,52 @@ class Rows:
     """[b, s], 0 for padding; None without."""
     masked: bool
     """Whether a row holds several documents, or padding."""
-    part: slice
-    """This rank's tokens."""
+    part: slice | Tensor
+    """The places of this rank's tokens."""
+    joined: bool = False
+    """Whether the kernel takes the bounds of documents in the place of a mask."""
+    keys: Tensor | None = None
+    """The places of the keys that this rank's queries see, of all rows one after the other; None for all."""
     uses: Uses = field(default_factory=lambda: Uses())
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Rows:
         """Copy to a device."""
-        moved = {name: getattr(self, name) for name in ("positions", "padding")}
+        moved = {name: getattr(self, name) for name in ("positions", "padding", "keys")}
         moved = {
             name: each if each is None else each.to(device, non_blocking=non_blocking) for name, each in moved.items()
         }
         return replace(self, **moved, uses=Uses())
+
+    def documents(self, parts: Sequence[slice | Tensor]) -> tuple[dict[str, Any], Tensor | None]:
+        """Return `BOUNDS` of the documents of this rank's queries, all rows joined into one, and `keys`.
+
+        Under `gather` a document's queries are those of a chunk of this rank, and its keys end with the last of them.
+
+        Args:
+            parts: the places of the tokens of all ranks. Keys are gathered in this order.
+        """
+        import torch
+        from torch.nn.functional import pad
+
+        positions = self.positions.cpu()  # a batch may be on the device already
+        places = torch.arange(positions.numel()).view_as(positions)
+        begins = positions.diff(dim=-1, prepend=positions[:, :1] - 2) != 1  # each row begins one
+        own = places[:, self.part] if self.kind == "gather" else places
+        # A query begins a piece where a document does, and where the one before it is another rank's.
+        first = begins.flatten()[own] | (own.diff(dim=-1, prepend=own[:, :1] - 2) != 1)
+        starts = first.flatten().nonzero().flatten()
+        lengths = pad(starts[1:], (0, 1), value=own.numel()) - starts
+        stops = own.flatten()[starts] + lengths
+        documents = places.flatten()[begins.flatten()]
+        sources = documents[torch.searchsorted(documents, stops - 1, right=True) - 1]
+        keys = torch.cat([torch.arange(*each) for each in zip(sources.tolist(), stops.tolist(), strict=True)])
+        sizes = lengths, stops - sources
+        sums = (pad(each.cumsum(0), (1, 0)).to(torch.int32) for each in sizes)
+        bounds = dict(zip(BOUNDS, (*sums, *(int(each.max()) for each in sizes)), strict=True))
+        if self.kind == "gather":
+            gathered = torch.cat([places[:, part] for part in parts], 1).flatten().argsort()
+            keys = gathered[keys]
+        return bounds, None if torch.equal(keys, places.flatten()) else keys
 
     def mask(self, window: int | None, own_queries: bool, *, implied: bool = True) -> Tensor | None:
         """Return which key each query sees, bool [b, 1, queries, s], made once for all layers.
@@ -321,9 +386,15 @@ def _attention(
         query, key, value = (_exchange(each, rows.group) for each in (query, key, value))
     else:
         key, value = (_gather(each, rows.group) for each in (key, value))
-    whole = None
-    if kernel != "varlen":
-        whole = rows.mask(kwargs.get("sliding_window"), not exchanges, implied=kernel == "sdpa")
+    count, whole, joins = len(query), None, kwargs.get(BOUNDS[0]) is not None
+    if joins:
+        query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
+        if rows.keys is not None:
+            key, value = (each.index_select(2, rows.keys) for each in (key, value))
+    elif rows.joined:  # in a trace
+        key, value = (key, value) if exchanges else (key.clone(), value.clone())
+    else:
+        whole = rows.mask(kwargs.get("sliding_window"), not exchanges, implied=kernel != "eager")
     if whole is not None and kernel == "eager":
         whole = _additive(whole, query)
     # The kernel reads the number of heads of the module; here it has a share of them.
@@ -332,6 +403,8 @@ def _attention(
     )
     shim.config, shim.layer_idx = module.config, getattr(module, "layer_idx", 0)
     output, weights = inner(shim, query, key, value, whole, *args, **kwargs)
+    if joins:
+        output = output.unflatten(1, (count, -1))[0]
     return (_exchange(output, rows.group) if exchanges else output), weights
 
 

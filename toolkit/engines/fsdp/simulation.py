@@ -104,20 +104,35 @@ class FSDPForecast(Engine):
         width, micro = BYTES_OF[self.reduce_dtype(job)], job.train_config.accumulation
         share, trained = partial(_sent_share, job), [state for state in parameters_of(job) if state.trainable]
         size = width * sum(share(state) * state.elements for state in trained)
-        transfers = gathers(job, backward=job.settings["reshard_after_forward"], share=share)
+        transfers = gathers(job, backward=False, share=share)
+        if job.settings["reshard_after_forward"]:
+            kept = _kept_names(job)
+            transfers += gathers(job, share=lambda state: 0.0 if state.name in kept else share(state))[1:]
         transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
             size = (
-                2 * (groups - 1) / groups * width * sum(each.elements / shard_ranks(job, each.name) for each in trained)
+                2
+                * (groups - 1)
+                / groups
+                * width
+                * sum(shard_elements(each, shard_ranks(job, each.name)) for each in trained)
             )
             transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
         return [*transfers, *host_transfers(job)]
 
 
+def _kept_names(job: Job) -> set[str]:
+    """Return the head's parameters, which the backward begins with: accelerate leaves them gathered after the forward."""
+    assert job.spec is not None
+    return {name for group in job.spec.tied for name in group} | {
+        parameter.name for parameter in job.spec.parameters if parameter.role == "head"
+    }
+
+
 def _sent_share(job: Job, state: State) -> float:
-    """Return (N - 1)/N of the ranks that share a parameter."""
+    """Return (N - 1)/N of the ranks that share a parameter, with the padding of its parts."""
     ranks = shard_ranks(job, state.name)
-    return (ranks - 1) / ranks
+    return (ranks - 1) * shard_elements(state, ranks) / state.elements
 
 
 def _simulate_stream(simulation: Simulation) -> None:

@@ -41,14 +41,17 @@ NORM_BEHIND = re.compile(r"\.post_(feedforward|mlp|ff)\w*norm")
 """A layer, and a norm of what its last part gives."""
 
 SUPPORTED = {
-    "sharding": ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
-    "adapter": ("none", "lora"),
-    "offload": ("none",),
-    "precision": ("bf16", "fp32", "bf16_pure"),
+    "sharding": (
+        ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
+        "DeepSpeed loads the whole model on each rank before it divides layers",
+    ),
+    "adapter": (("none", "lora"), "only LoRA's matrices are divided among ranks"),
+    "offload": (("none",), "parts over several meshes are not moved to the host"),
+    "precision": (("bf16", "fp32", "bf16_pure"), "the loss scaler takes no tensors over several meshes"),
 }
-"""The values of `Strategy` that run with tensor parallelism: fp16's scaler takes no tensors over several meshes."""
-WITHOUT_EXPERTS = ("ddp",)
-"""Those that do not run with expert parallelism."""
+"""The values of `Strategy` that run with tensor parallelism, and why others do not."""
+WITHOUT_EXPERTS = {"ddp": "experts are on other groups of ranks than the rest, and DDP has one"}
+"""Those that do not run with expert parallelism, and why."""
 
 
 def refuse(job: Job) -> None:
@@ -59,12 +62,13 @@ def refuse(job: Job) -> None:
     """
     strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
     degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
-    for name, values in SUPPORTED.items():
+    for name, (values, why) in SUPPORTED.items():
         choices = [each for each in values if ep == 1 or each not in WITHOUT_EXPERTS]
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(
-                f"{name} {value!r} does not run with {degree} {size} yet. Choose {name} {' or '.join(choices)}, or --{degree} 1."
+                f"{name} {value!r} does not run with {degree} {size}: {WITHOUT_EXPERTS.get(value, why)}. Choose {name} "
+                f"{' or '.join(choices)}, or --{degree} 1."
             )
     if strategy.sharding != "none" and job.parallelism.loss_size < 2:
         raise StrategyError(
@@ -142,7 +146,7 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     half = " and ".join(halves[0]) if halves else ""
     selects = any(spec.config.get("activation_sparsity_pattern") or ()) and any(".mlp." in name for name in plan)
     for refused, reason in (
-        (spec.moe is not None and sizes.ep == 1, f"it has experts, and only dense models run without --ep {tp}"),
+        (spec.moe is not None and sizes.ep == 1, f"it has experts, which run with --ep {tp}"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (spec.own_tp_plan and not spec.tp_plan, "your tp_plan has no rules, so nothing would be split"),
         (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
