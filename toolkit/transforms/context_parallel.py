@@ -137,9 +137,7 @@ class ContextParallel(Transform):
             parts = _zigzag(job.strategy.cp, size)
         part = parts[place]
         rows = Rows(kind, _group(job), positions, padding if masked else None, masked, part, joined)
-        bounds: dict[str, Any] = {}
-        if joined and not traced:
-            bounds, rows.keys = rows.documents(parts)
+        bounds, rows.keys = rows.documents(parts) if joined and not traced else ({}, None)
         taken = {name: batch[name][:, part] for name in FILLERS if name in batch and name != "attention_mask"}
         rest = {name: value for name, value in batch.items() if name not in ("attention_mask", *BOUNDS)}
         return {**rest, **taken, **bounds, "position_ids": positions[:, part], ROWS: rows}
