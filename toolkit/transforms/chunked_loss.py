@@ -66,11 +66,8 @@ class ChunkedLoss(Transform):
         scale = 1 / scale if "granite" in config.model_type else scale
         chunked = ChunkedHead(head, base, scale, cap, _rows(job))
         head.forward = update_wrapper(partial(chunked.forward, head.forward), head.forward)
-        fix = (
-            "tk.forward_backward(accelerator, model, micro_batches)"
-            if job.strategy.cp > 1
-            else "loss = tk.loss(model, batch)"
-        )
+        call = "tk.forward_backward(accelerator, model, micro_batches)"
+        fix = call if job.strategy.cp > 1 else "loss = tk.loss(model, batch)"
         base.register_forward_pre_hook(partial(_take_labels, fix), with_kwargs=True)
         return model
 

@@ -271,9 +271,7 @@ class Rows:
         sizes = lengths, stops - sources
         sums = (pad(each.cumsum(0), (1, 0)).to(torch.int32) for each in sizes)
         bounds = dict(zip(BOUNDS, (*sums, *(int(each.max()) for each in sizes)), strict=True))
-        if self.kind == "gather":
-            gathered = torch.cat([places[:, part] for part in parts], 1).flatten().argsort()
-            keys = gathered[keys]
+        keys = torch.cat([places[:, part] for part in parts], 1).flatten().argsort()[keys]
         return bounds, None if torch.equal(keys, places.flatten()) else keys
 
     def mask(self, window: int | None, own_queries: bool, *, implied: bool = True) -> Tensor | None:
