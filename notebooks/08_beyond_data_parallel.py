@@ -235,8 +235,11 @@ assert forecasts["1f1b"]["stages"][0]["in_flight"] == 2
 assert forecasts["gpipe"]["stages"][0]["in_flight"] == MICRO_BATCHES
 most_needed = max(run.memory["forecast"]["device"]["needed_bytes"] for run in runs.values())
 # Whether a row holds several documents, which take a mask, the data and the steps decide.
-request = ("embedded", tk.Strategy(pp=2, pp_schedule="gpipe", activation_checkpointing="none"), ALL_ROWS)
-either = {needs(request, one_document=each).rows[0][2] for each in (True, False)}
+ours = {"pp": 2, "activation_checkpointing": "none", "loss": "whole"}
+steps = [tk.TrainConfig(micro_batch=MICRO_BATCHES // n, accumulation=n, seq_len=SEQ_LEN) for _, n in rows_of.values()]
+schedules = [tk.Strategy(pp_schedule=schedule, **ours) for schedule, _ in rows_of.values()]
+requests = [("embedded", *each) for each in zip(schedules, steps, strict=True)]
+either = {needs(*requests, one_document=each).rows[0][2] for each in (True, False)}
 assert GPU or format_bytes(most_needed) in either
 lasts = [run.steps()[-1]["loss"] for run in runs.values()]
 assert max(lasts) / min(lasts) - 1 < 1e-4  # the same training

@@ -32,8 +32,8 @@ for rows in loader:
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    accelerator.print("loss", round(accelerator.gather(loss).mean().item(), 4))
-accelerator.print("prepared", type(model).__name__)
+    accelerator.print(f"loss {accelerator.gather(loss).mean().item():.4f}")
+accelerator.print(f"prepared {type(model).__name__}")
 """
 """In the manner of Accelerate's documentation."""
 

@@ -548,7 +548,7 @@ def test_flash_attention_gets_documents_apart(monkeypatch: pytest.MonkeyPatch, t
 
     def by_bounds(q: Any, k: Any, v: Any, cu_seqlens_q: Any, **_: Any) -> Any:
         lengths.append(cu_seqlens_q.diff().tolist())
-        return varlen.reference(q, k, v, cu_seqlens_q, scale=None, window_size=(-1, 0))
+        return varlen.reference(q, k, v, cu_seqlens_q, cu_seqlens_q, scale=None, window_size=(-1, 0))
 
     def whole(*_: Any, **__: Any) -> Any:
         raise AssertionError("one causal sequence: documents see each other")

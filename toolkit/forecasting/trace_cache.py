@@ -247,7 +247,7 @@ def _idle_child() -> subprocess.Popen[bytes] | None:
     """Return a child that waits for a request, if one does."""
     with contextlib.suppress(IndexError):
         while (child := _idle.pop()).poll() is not None:
-            pass
+            child.communicate()  # closes its pipes
         return child
     return None
 

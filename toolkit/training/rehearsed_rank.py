@@ -161,7 +161,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     from toolkit.training.loop import train
     from toolkit.training.optimizers import make_optimizer, make_schedule
     from toolkit.training.preparation import prepare, prepared
-    from toolkit.training.sent_bytes import SentBytes
+    from toolkit.training.sent_bytes import counting_sent
     from toolkit.training.setup import accelerator as make
     from toolkit.training.setup import seed_everything
 
@@ -187,7 +187,7 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     rows, seconds = _rows(spec.vocab, train_config, separates_documents(spec, joined=False)), 0.0
     rank = prepared(accelerator, (model, optimizer))
     _balance_experts(rank)
-    sent = SentBytes()
+    sent = counting_sent()
     with _other_stages(), contextlib.ExitStack() as last:
         for step in train(rank, rows, schedule):
             if step.step == STEPS - 1:

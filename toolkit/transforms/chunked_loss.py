@@ -66,7 +66,9 @@ class ChunkedLoss(Transform):
         scale = 1 / scale if "granite" in config.model_type else scale
         chunked = ChunkedHead(head, base, scale, cap, _rows(job))
         head.forward = update_wrapper(partial(chunked.forward, head.forward), head.forward)
-        base.register_forward_pre_hook(_take_labels, with_kwargs=True)
+        call = "tk.forward_backward(accelerator, model, micro_batches)"
+        fix = call if job.strategy.cp > 1 else "loss = tk.loss(model, batch)"
+        base.register_forward_pre_hook(partial(_take_labels, fix), with_kwargs=True)
         return model
 
 
@@ -85,7 +87,7 @@ def _refuse(what: str) -> NoReturn:
     raise StrategyError(f"loss 'chunked' {what}. Choose --loss whole.")
 
 
-def _take_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _take_labels(fix: str, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Give a decoder its input in the place of labels, of which the model would make a loss of its own, over whole logits."""
     import torch
 
@@ -94,7 +96,7 @@ def _take_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=kwargs.pop("labels"))
         elif HEAD_CALL.get() is None and model.training and torch.is_grad_enabled():
             raise StrategyError(
-                "loss 'chunked': model(labels=...) makes whole logits. Write loss = tk.loss(model, batch), or choose --loss whole."
+                f"loss 'chunked': model(labels=...) makes whole logits. Write {fix}, or choose --loss whole."
             )
     return args, kwargs
 

@@ -137,9 +137,7 @@ class ContextParallel(Transform):
             parts = _zigzag(job.strategy.cp, size)
         part = parts[place]
         rows = Rows(kind, _group(job), positions, padding if masked else None, masked, part, joined)
-        bounds: dict[str, Any] = {}
-        if joined and not traced:
-            bounds, rows.keys = rows.documents(parts)
+        bounds, rows.keys = rows.documents(parts) if joined and not traced else ({}, None)
         taken = {name: batch[name][:, part] for name in FILLERS if name in batch and name != "attention_mask"}
         rest = {name: value for name, value in batch.items() if name not in ("attention_mask", *BOUNDS)}
         return {**rest, **taken, **bounds, "position_ids": positions[:, part], ROWS: rows}
@@ -273,9 +271,7 @@ class Rows:
         sizes = lengths, stops - sources
         sums = (pad(each.cumsum(0), (1, 0)).to(torch.int32) for each in sizes)
         bounds = dict(zip(BOUNDS, (*sums, *(int(each.max()) for each in sizes)), strict=True))
-        if self.kind == "gather":
-            gathered = torch.cat([places[:, part] for part in parts], 1).flatten().argsort()
-            keys = gathered[keys]
+        keys = torch.cat([places[:, part] for part in parts], 1).flatten().argsort()[keys]
         return bounds, None if torch.equal(keys, places.flatten()) else keys
 
     def mask(self, window: int | None, own_queries: bool, *, implied: bool = True) -> Tensor | None:
