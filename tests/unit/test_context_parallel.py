@@ -22,7 +22,8 @@ from toolkit.forecasting.tracing import trace
 from toolkit.models.varlen import BOUNDS, document_bounds
 from toolkit.training.model_checks import check_requested
 from toolkit.transforms import context_parallel
-from toolkit.transforms.context_parallel import ROWS, Rows, _register, _zigzag, attention_kind
+from toolkit.transforms.context_parallel import ROWS, _register, attention_kind
+from toolkit.transforms.whole_rows import Rows, zigzag
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -332,7 +333,7 @@ def test_causal_work_of_each_rank(cp: int) -> None:
     assert whole is not None
     assert sum(pairs) == int(whole.sum()) == count * (count + 1) // 2
     assert [round(pair / pairs[0]) for pair in pairs] == [2 * rank + 1 for rank in range(cp)]
-    assert len({int(whole[0, 0][places].sum()) for places in _zigzag(cp, 16)}) == 1
+    assert len({int(whole[0, 0][places].sum()) for places in zigzag(cp, 16)}) == 1
 
 
 def held_after_forward(cp: int, packed: bool) -> int:

@@ -110,13 +110,8 @@ class FSDPForecast(Engine):
             transfers += gathers(job, share=lambda state: 0.0 if state.name in kept else share(state))[1:]
         transfers.append(Transfer(size, micro, "backward", "ring", "gradients, reduce-scattered"))
         if (groups := job.parallelism.dp_replicate) > 1:
-            size = (
-                2
-                * (groups - 1)
-                / groups
-                * width
-                * sum(shard_elements(each, shard_ranks(job, each.name)) for each in trained)
-            )
+            elements = sum(shard_elements(each, shard_ranks(job, each.name)) for each in trained)
+            size = 2 * (groups - 1) / groups * width * elements
             transfers.append(Transfer(size, micro, "backward", "replicas", "gradients, all-reduced between the groups"))
         return [*transfers, *host_transfers(job)]
 
