@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,7 @@ from toolkit.models.structure import (
     mixture,
     module_lists,
     routed_blocks,
+    stateful_layers,
     unadapted_names,
 )
 
@@ -181,6 +183,8 @@ def _spec(
         copied=_copied(module) if moe else 0,
         tp_plan=_tp_plan(module),
         ep_plan=dict(getattr(module, "ep_plan", None) or {}),
+        stateful=stateful_layers(module),
+        takes_positions="position_ids" in inspect.signature(module.forward).parameters,
         trusted=trusted,
     )
 
