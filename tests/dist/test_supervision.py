@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class Running:
     out: str = ""
     err: str = ""
     left: list[psutil.Process] = field(default_factory=list)
+    seconds: float = 0.0
+    """From the blow to the end."""
 
     def preflight(self) -> bool:
         """Whether it has done five steps (and has published what it saved after the second), or has ended."""
@@ -104,7 +107,9 @@ class Running:
         until(self.preflight, 400, self.name)
         family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         do(self)
+        begin = time.monotonic()
         self.out, self.err = self.process.communicate(timeout=300)
+        self.seconds = time.monotonic() - begin
         self.code = self.process.returncode
         _, self.left = psutil.wait_procs(family, timeout=2)
 
@@ -124,6 +129,24 @@ def hang_then_stop(run: Running) -> None:
     at_rank(signal.SIGSTOP)(run)
     until(lambda: any(event["attempt"] == 1 for event in run.events), alive=run.process)
     run.process.send_signal(signal.SIGTERM)
+
+
+def stop_and_resume(run: Running) -> None:
+    """Ctrl-C; the resumed run is stopped, too, after some steps."""
+    run.process.send_signal(signal.SIGINT)
+    _, said = run.process.communicate(timeout=300)
+    assert run.process.returncode == 130, said
+    done = len(run.events)
+    words = ("-m", "toolkit.cli", "resume", str(run.path))
+    run.process = programs.start(*words, env=environment(run.path.parent / "fault", FAULT="slow"))
+    until(lambda: len(run.events) >= done + 4, alive=run.process)
+    run.process.send_signal(signal.SIGTERM)
+
+
+def kill_later(run: Running) -> None:
+    """Rank 1, after more steps than `stop_and_resume` leaves to a run."""
+    until(lambda: len(run.events) >= 30, alive=run.process)
+    at_rank(signal.SIGKILL)(run)
 
 
 def until_rank_1_waits(run: Running) -> None:
@@ -161,6 +184,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
         "silent": (hang_then_stop, ("slow", "--pp", "2", "--no-guard", *TWO, "--save-every", "2", "--restarts", "3")),
         "behind": (at_rank(signal.SIGUSR1), ("slow", "--tp", "2", "--no-guard", *TWO)),
+        "stopped": (stop_and_resume, ("slow", "--tp", "2", "--no-guard", *TWO)),
+        "killed": (kill_later, ("slow", "--tp", "2", "--no-guard", *TWO)),
         "raised": (at_rank(signal.SIGUSR2), ("slow", "--sharding", "ddp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
         "alone": (at_all(signal.SIGINT), ("slow", "--processes", "1", "--save-seconds", "0", "--seq-len", "32", *LONG)),
@@ -178,7 +203,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
 
     try:
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(run, ("disk", "silent", "behind", "memory", "raised", "bare", "alone")))
+            list(pool.map(run, ("disk", "silent", "stopped", "behind", "killed", "memory", "raised", "bare", "alone")))
         yield running
     finally:
         for run in running.values():
@@ -191,7 +216,7 @@ def attempts(run: Running) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("name", ["silent", "behind", "raised", "memory", "alone", "bare", "disk"])
+@pytest.mark.parametrize("name", ["silent", "stopped", "behind", "killed", "raised", "memory", "alone", "bare", "disk"])
 def test_nothing_is_left_of_a_run(runs: dict[str, Running], name: str) -> None:
     assert runs[name].left == []
     assert not list((runs[name].path / "checkpoints").glob(".step-*"))
@@ -267,7 +292,15 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
 
 @pytest.mark.parametrize(
     ("name", "status"),
-    [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("raised", "failed"), ("memory", "finished")],
+    [
+        ("silent", "stopped"),
+        ("stopped", "stopped"),
+        ("bare", "stopped"),
+        ("behind", "failed"),
+        ("killed", "failed"),
+        ("raised", "failed"),
+        ("memory", "finished"),
+    ],
 )
 def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, status: str) -> None:
     """Accelerate's own launcher leaves no page, and its folder makes one."""
@@ -289,6 +322,27 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert str(run.path / "logs" / "rank-1.log") in run.err
     said = json.loads((run.path / "logs" / "rank-0.error.json").read_text())["message"]
     assert re.search("Timed out waiting|Application timeout", said), said  # whichever of gloo's waits is first
+
+
+def test_a_rank_of_a_tp_group_that_is_killed_ends_the_whole_run_in_time(runs: dict[str, Running]) -> None:
+    """The other rank waits for it in a collective."""
+    run = runs["killed"]
+    assert run.code == 1
+    assert run.seconds < TIMEOUT
+    assert re.match(r"toolkit: rank 1 was killed by SIGKILL .* It was .* step \d+\.", run.err), run.err
+
+
+def test_a_stopped_run_under_tp_resumes_to_the_same_losses(runs: dict[str, Running]) -> None:
+    """As those of the run that was killed later, which was never stopped."""
+    run = runs["stopped"]
+    first, second = attempts(run)
+    step = second["from_step"]
+    assert (first["from_step"], run.code) == (0, 143)
+    losses, expected = ({event["step"]: event["loss"] for event in each.events} for each in (run, runs["killed"]))
+    assert [event["attempt"] for event in run.events] == [0] * step + [1] * (len(losses) - step)
+    compared = sorted(losses.keys() & expected.keys())
+    assert compared[-1] >= step + 3
+    assert [losses[number] for number in compared] == [expected[number] for number in compared]
 
 
 def test_a_rank_that_raises_ends_the_whole_run(runs: dict[str, Running]) -> None:
