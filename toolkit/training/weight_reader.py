@@ -184,7 +184,7 @@ def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
     """Return a parameter of which this rank has other rows than its part; None if all are right.
 
     transformers 5.23 slices a file's tensor by the parameter's placements and converts the slice: a slice of joined matrices is
-    no joint of their slices, except where a plan packs just these (gate and up of experts) and splits each by itself.
+    no joint of their slices, except where a plan packs just these (gate and up of experts) and splits each one.
     """
     tensor: Any
     targets = [[re.sub(r"\\\d", ".*", target) for target in each.target_patterns] for each in conversions]

@@ -145,15 +145,16 @@ def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
     tp, divides = sizes.tp, (*COLWISE, *ROWWISE)
     styles = (*divides, SUMMED, PACKED, INSIDE, LATENT)
-    plan = {name: style for name, style in plan_of(spec, sizes).items() if name not in spec.ep_plan}
+    plan = {name: style for name, style in plan_of(spec, sizes).items() if sizes.ep == 1 or name not in spec.ep_plan}
     odd = [f"{name!r} has style {style!r}" for name, style in plan.items() if style not in styles]
     halves = [group for group in spec.tied if 0 < sum(style_of(name, plan) in divides for name in group) < len(group)]
     half = " and ".join(halves[0]) if halves else ""
+    bare = sizes.ep == 1 and not spec.own_tp_plan and not any("*" in name for name in spec.tp_plan)
     selects = any(spec.config.get("activation_sparsity_pattern") or ()) and any(".mlp." in name for name in plan)
     for refused, reason in (
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (spec.own_tp_plan and not spec.tp_plan, "your tp_plan has no rules, so nothing would be split"),
-        (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
+        (bare, "transformers has no tensor-parallel plan for its layers"),
         (selects, "its MLP selects activations by their mean over the whole MLP"),
         (half, f"its plan splits one of {half}, which are tied, and leaves the other whole"),
         (odd, f"in its plan {''.join(odd[:1])}, and only {', '.join(styles)} are known"),
