@@ -74,6 +74,8 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     for name, value in FIXED.items():
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, value)
+    if getattr(text, "qk_rope_head_dim", None) and getattr(text, "head_dim", None):  # the heads that are rotated
+        text.head_dim = text.qk_rope_head_dim
     if getattr(text, "mamba_d_head", None):
         text.mamba_d_head = (
             getattr(text, "mamba_d_ssm", None) or text.mamba_expand * text.hidden_size
