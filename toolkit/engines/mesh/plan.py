@@ -31,6 +31,8 @@ PACKED, INSIDE = "packed_colwise", "moe_tp_experts"
 """Splits fused experts inside, each of the matrices that are packed in one; and the module with them, its output is a sum."""
 LATENT = "mla_kv_a_proj"
 """A whole product for all heads: a latent that others split, and the keys' rotary part, of which gradients are summed."""
+LOCAL = "local_params"
+"""A module with bare parameters that are split, such as attention's sinks. Its forward sees the rank's part of them."""
 EXPERTS = "grouped_gemm"
 """Splits fused experts by their first dimension, over the ranks of an expert-parallel group."""
 ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
@@ -144,7 +146,7 @@ def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
     tp, divides = sizes.tp, (*COLWISE, *ROWWISE)
-    styles = (*divides, SUMMED, PACKED, INSIDE, LATENT)
+    styles = (*divides, SUMMED, PACKED, INSIDE, LATENT, LOCAL)
     plan = {name: style for name, style in plan_of(spec, sizes).items() if sizes.ep == 1 or name not in spec.ep_plan}
     odd = [f"{name!r} has style {style!r}" for name, style in plan.items() if style not in styles]
     halves = [group for group in spec.tied if 0 < sum(style_of(name, plan) in divides for name in group) < len(group)]
