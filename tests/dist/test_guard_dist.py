@@ -122,7 +122,7 @@ def test_parameters_of_an_activation_get_the_gradients_of_all_ranks(tmp_path: Pa
 
 @pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "deepseek_v2"])
 def test_odd_models_have_a_small_copy_and_agree(family: str) -> None:
-    """Wider heads in layers with full attention; attention's sinks, which the ranks share; latent attention, and a part of experts."""
+    """Wider heads in layers with full attention; shared sinks of attention; latent attention; parts of experts."""
     from transformers import AutoConfig
 
     assert tk.guard(tk.describe(AutoConfig.for_model(family)), tk.Strategy(tp=2)).agrees
