@@ -43,7 +43,7 @@ class Anatomy:
         return [-1] * (module in self.before) + [self.count] * (module in self.after)
 
 
-_KNOWN: dict[str, Anatomy] = {}
+_ANATOMIES: dict[str, Anatomy] = {}
 
 
 def name_in_spec(name: str) -> str:
@@ -60,9 +60,7 @@ def anatomy_of(spec: ModelSpec) -> Anatomy:
     key = json.dumps(
         [spec.architecture, spec.kind, spec.frozen, spec.runs_code, spec.config], sort_keys=True, default=str
     )
-    if key not in _KNOWN:
-        _KNOWN[key] = _read(spec)
-    return _KNOWN[key]
+    return _ANATOMIES.get(key) or _ANATOMIES.setdefault(key, _read(spec))
 
 
 def _refuse(spec: ModelSpec, why: str) -> StrategyError:
