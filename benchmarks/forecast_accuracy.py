@@ -401,9 +401,10 @@ def main() -> None:
         if number % SAVED == 0 or number == len(chosen):
             runs = [*rows, *others(rows, known)]
             shown = tables(runs, refused, arguments.seed)
-            measured_at = {"commit": ", ".join(sorted({row.get("commit", NO_COMMIT) for row in runs}))}
-            found = {**about(), **measured_at, "seed": arguments.seed, "refused": refused, "runs": runs}
-            text = "\n\n".join(map(Table.text, shown))
+            measured_at = ", ".join(sorted({row.get("commit", NO_COMMIT) for row in runs}))
+            found = {**about(), "commit": measured_at, "forecast_commit": commit(), "seed": arguments.seed}
+            found |= {"refused": refused, "runs": runs}
+            text = "\n\n".join([f"Forecasts at commit {commit()}", *map(Table.text, shown)])
             write_results(arguments.results, name, "Forecasts beside real runs", found, text)
     print("\n\n".join(map(Table.text, tables(rows, refused, arguments.seed))))
 

@@ -35,7 +35,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.core.display import Table
 from toolkit.core.units import format_bytes
-from toolkit.engines.pipeline.stopwatch import KEPT
+from toolkit.engines.pipeline.stopwatch import KEPT_STEPS
 from toolkit.engines.played import measured
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def idle_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("schedule", "micro-batches", "formula", "rank", "forecast", "measured", "difference")
     notes = (
         "Share of a step outside forward and backward. formula: (p - 1) / (v m + p - 1), with equal stages.",
-        f"Measured: the median of the last {KEPT} of {TIMED} steps.",
+        f"Measured: the median of the last {KEPT_STEPS} of {TIMED} steps.",
     )
     return Table(title="Idle time of pipelines of two ranks", columns=columns, rows=rows, notes=notes)
 

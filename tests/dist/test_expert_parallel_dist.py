@@ -33,6 +33,10 @@ TWO: dict[str, Cell] = {
     "balanced, none": ("balanced", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
     "mixtral, none": ("mixtral", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
     "qwen3, none": ("qwen3_moe", {"sharding": "none", "tp": 2, "ep": 2, **NONE}),
+    "mixtral, inside": ("mixtral", {"sharding": "none", "tp": 2, **NONE}),
+    "qwen2, inside": ("qwen2_moe", {"sharding": "none", "tp": 2, **FULL}),
+    "glm4, inside": ("glm4_moe", {"sharding": "none", "tp": 2, **NONE}),
+    "deepseek, inside": ("deepseek", {"sharding": "none", "tp": 2, **FULL}),
     "one expert a token": ("top one", {"sharding": "fsdp", "ep": 2, **NONE}),
     "a rank without tokens, fsdp": ("idle", {"sharding": "fsdp", "ep": 2, **NONE}),
     "a rank without tokens, none": ("idle", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
@@ -45,8 +49,13 @@ FOUR: dict[str, Cell] = {
     "qwen3, replicas": ("qwen3_moe", {"sharding": "hsdp", "dp_replicate": 2, "ep": 2, **NONE}),
     "mixtral, in tp": ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 2, **NONE}),
     "lora, in tp": ("mixtral", {"sharding": "fsdp", "tp": 2, "ep": 2, **NONE, **LORA, "lora_dropout": 0.0}),
+    "mixtral, inside ddp": ("mixtral", {"sharding": "ddp", "tp": 2, **FULL}),
+    "qwen3, inside fsdp": ("qwen3_moe", {"sharding": "fsdp", "tp": 2, **FULL}),
+    "lora, inside fsdp": ("mixtral", {"sharding": "fsdp", "tp": 2, **NONE, **LORA, "lora_dropout": 0.0}),
     "qwen3, over tp": ("qwen3_moe", {"sharding": "fsdp", "tp": 2, "ep": 4, **FULL}),
 }
+
+RESUMED = ("qwen3, one expert a rank", "qwen3, replicas", "qwen3, inside fsdp")
 
 Gave = dict[tuple[int, str], dict[str, Any]]
 ALONE: dict[str, Cell] = {
@@ -104,8 +113,9 @@ def gave(root: Path) -> Gave:
         "qwen3, none": {"export": "qwen3_moe-two"},
         "a rank without tokens, fsdp": {"counts": True},
         "lora, fsdp": {"into": "lora", "saves": [2], "export": "lora-two"},
+        "mixtral, inside": {"into": "inside", "saves": [2], "export": "mixtral-inside", "counts": True},
     }
-    four = {name: {"into": name, "saves": [3]} for name in ("qwen3, one expert a rank", "qwen3, replicas")}
+    four = {name: {"into": name, "saves": [3]} for name in RESUMED}
     groups = [
         (
             1,
@@ -141,6 +151,21 @@ def gave(root: Path) -> Gave:
                     ("mixtral", {"sharding": "none", "tp": 2, "ep": 2}),
                     **{"from": "z/step-00000003"},
                     into="back",
+                    saves=[3],
+                ),
+                cell(
+                    "inside to fsdp",
+                    ("mixtral", {"sharding": "fsdp"}),
+                    **{"from": "inside/step-00000002"},
+                    into="out",
+                    saves=[2],
+                    upto=12,
+                ),
+                cell(
+                    "and inside",
+                    ("mixtral", {"sharding": "none", "tp": 2}),
+                    **{"from": "z/step-00000003"},
+                    into="in",
                     saves=[3],
                 ),
             ],
@@ -229,7 +254,8 @@ def test_tokens_of_each_expert_are_counted_once(gave: Gave, count: int, name: st
     expected, result = (run["experts"][0] for run in (gave[1, alone(count, name)], gave[count, name]))
     assert {each: result[each] for each in expected} == expected
     assert expected["tokens"][0] == 8 * 24 * (1 if name == "one expert a token" else 2) / 4
-    assert 1 <= result["imbalance"] <= result["layer_imbalance"] <= max(expected["most"]) + 1e-3
+    if "inside" not in name:  # there all ranks have the same tokens
+        assert 1 <= result["imbalance"] <= result["layer_imbalance"] <= max(expected["most"]) + 1e-3
 
 
 @pytest.mark.parametrize("name", ["a rank without tokens, fsdp", "a rank without tokens, none"])
@@ -251,6 +277,15 @@ def test_collectives_of_a_step_are_those_of_the_forecast(gave: Gave) -> None:
     assert result["sent"] == {"all_to_all_single": 4 * exchanged}
 
 
+def test_experts_split_inside_send_what_the_forecast_says(gave: Gave) -> None:
+    """In number, kind and bytes. Of each of two layers experts' outputs are all-reduced, and gradients of tokens and weights."""
+    result = gave[2, "mixtral, inside"]
+    reduced = sum(size for what, size in result["transfers"] if "all-reduced" in what)
+    assert result["calls"] == {"all_reduce": 4 * 2 * (1 + 1 + 2 * (2 + 3)), "all_gather_into_tensor": 4 * 2}
+    assert result["sent"]["all_reduce"] == 4 * reduced
+    assert sum(result["sent"].values()) == 4 * sum(size for _, size in result["transfers"])
+
+
 def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:
     """It depends on how rows are divided into micro-batches, which other ranks alone change: FSDP without `ep` has the same."""
     tiny.assert_same(gave[2, "balanced, fsdp"]["steps"], gave[2, "balanced, fsdp alone"]["steps"])
@@ -262,22 +297,31 @@ def test_the_norm_is_clipped(gave: Gave) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "name"), [(2, "to zero3"), (2, "to fsdp"), (2, "lora to fsdp"), (2, "and back"), (4, "to four")]
+    ("count", "name"),
+    [
+        (2, "to zero3"),
+        (2, "to fsdp"),
+        (2, "lora to fsdp"),
+        (2, "and back"),
+        (4, "to four"),
+        (2, "inside to fsdp"),
+        (2, "and inside"),
+    ],
 )
 def test_a_checkpoint_goes_on_under_another_strategy(gave: Gave, count: int, name: str) -> None:
-    """To ZeRO for ten steps."""
+    """To ZeRO, and from experts that are split inside, for ten steps."""
     steps, start = gave[count, name]["steps"], int(gave[count, name]["cell"]["from"][-8:])
     expected = gave[1, "mixtral lora" if "lora" in name else "twelve"]["steps"][start : start + len(steps)]
-    assert len(steps) == {"to zero3": 10, "to fsdp": 2, "lora to fsdp": 2}.get(name, 1)
+    assert len(steps) == {"to zero3": 10, "to fsdp": 2, "lora to fsdp": 2, "inside to fsdp": 10}.get(name, 1)
     tiny.assert_same(steps, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3, one expert a rank", "qwen3, replicas"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(gave: Gave, name: str) -> None:
     assert gave[4, f"{name}, resumed"]["steps"] == gave[4, name]["steps"][3:]
 
 
-@pytest.mark.parametrize("name", ["mixtral, none", "mixtral, fsdp", "gpt-oss, fsdp"])
+@pytest.mark.parametrize("name", ["mixtral, none", "mixtral, fsdp", "gpt-oss, fsdp", "mixtral, inside"])
 def test_a_rank_reads_its_part_alone(gave: Gave, root: Path, name: str) -> None:
     """Experts with a tensor each, and joined ones."""
     size = (root / TWO[name][0] / "model.safetensors").stat().st_size
@@ -291,11 +335,13 @@ def test_an_own_loop_computes_what_one_process_does(gave: Gave) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize(("one", "other", "step"), [("ep", "z", 2), ("z", "back", 3)])
+@pytest.mark.parametrize(
+    ("one", "other", "step"), [("ep", "z", 2), ("z", "back", 3), ("inside", "out", 2), ("z", "in", 3)]
+)
 def test_weights_and_moments_are_read_bit_for_bit_under_another_strategy(
     gave: Gave, root: Path, one: str, other: str, step: int
 ) -> None:
-    """From experts over two ranks to ZeRO, and from there to a Mixtral over tp 2."""
+    """From experts over two ranks to ZeRO, and from there to a Mixtral over tp 2, whole experts a rank or a part of each."""
     assert gave
     assert not tiny.differing(root / one / f"step-{step:08d}", root / other / f"step-{step:08d}")
 
@@ -306,6 +352,7 @@ def test_weights_and_moments_are_read_bit_for_bit_under_another_strategy(
         (2, "mixtral, fsdp", "mixtral-two"),
         (2, "qwen3, none", "qwen3_moe-two"),
         (2, "lora, fsdp", "lora-two"),
+        (2, "mixtral, inside", "mixtral-inside"),
         *((4, name, f"{FOUR[name][0]}-{name}") for name in FOUR),
     ],
 )

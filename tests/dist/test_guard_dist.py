@@ -120,11 +120,12 @@ def test_parameters_of_an_activation_get_the_gradients_of_all_ranks(tmp_path: Pa
     assert tk.guard(tiny.apertus(tmp_path / "apertus"), tk.Strategy(tp=2)).agrees
 
 
-def test_a_model_with_layers_of_several_sizes_has_a_small_copy() -> None:
-    """Each of Gemma 4's layers with full attention has wider heads."""
+@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "glm4_moe_lite"])
+def test_odd_models_have_a_small_copy_and_agree(family: str) -> None:
+    """Wider heads in layers with full attention; shared sinks of attention; latent attention; parts of experts."""
     from transformers import AutoConfig
 
-    assert tk.guard(tk.describe(AutoConfig.for_model("gemma4_text")), tk.Strategy(tp=2)).agrees
+    assert tk.guard(tk.describe(AutoConfig.for_model(family)), tk.Strategy(tp=2)).agrees
 
 
 def test_joined_matrices_are_refused_where_ranks_would_read_wrong_rows(tmp_path: Path) -> None:

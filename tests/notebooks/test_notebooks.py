@@ -20,7 +20,7 @@ from execute import FOLDER, address, claims, colab_link, execute, install_cell, 
 from other_parameters import AGAIN, PARAMETERS, execute_with_others
 
 SOURCES = sources()
-TWICE = ("03_load_a_large_model",)
+TWICE = ("04_activations",)
 """The notebook that is executed a second time here, as a sample; the others by `notebooks/execute_twice.py`."""
 
 LARGEST = 500_000

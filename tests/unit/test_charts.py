@@ -22,7 +22,7 @@ from toolkit.core.charts import HOVERED, POINTS, Bar, bars, curve, figure, thinn
 from toolkit.core.display import JsonRecord, Table
 from toolkit.core.gantt import SHADES, Span, spans, waits
 from toolkit.core.phases import PHASES
-from toolkit.core.pictures import COLOURS, OTHERS, SERIES, colours, ink_on, luminance
+from toolkit.core.pictures import COLOURS, OTHER_COLOURS, SERIES, colours, ink_on, luminance
 from toolkit.core.units import GiB, MiB
 from toolkit.forecasting.mesh_picture import draw_mesh
 
@@ -95,7 +95,7 @@ def test_colours_are_told_apart(cones: str) -> None:
     assert min(near.values()) > 29, min(near, key=lambda pair: near[pair])
 
 
-@pytest.mark.parametrize("shade", sorted({*COLOURS.values(), *SERIES.values(), *OTHERS}))
+@pytest.mark.parametrize("shade", sorted({*COLOURS.values(), *SERIES.values(), *OTHER_COLOURS}))
 def test_contrasts(shade: str) -> None:
     """3:1 of a part or a line against the ground, 4.5:1 of the text on it."""
     assert 1.05 / (luminance(shade) + 0.05) >= 3
@@ -150,8 +150,8 @@ def test_a_part_that_nobody_knows_keeps_its_colour() -> None:
     assert colours(["loss", "kv cache", "logits"]) == {
         "loss": SERIES["loss"], "kv cache": alone, "logits": COLOURS["logits"],
     }  # fmt: skip
-    assert not {*OTHERS, *SERIES.values()} & {*COLOURS.values()}, "a part's colour means that part"
-    names = [f"run {number}" for number in range(len(OTHERS))]
+    assert not {*OTHER_COLOURS, *SERIES.values()} & {*COLOURS.values()}, "a part's colour means that part"
+    names = [f"run {number}" for number in range(len(OTHER_COLOURS))]
     assert len(set(colours(names).values())) == len(names)
 
 

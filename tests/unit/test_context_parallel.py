@@ -22,7 +22,7 @@ from toolkit.forecasting.tracing import trace
 from toolkit.models.varlen import BOUNDS, document_bounds
 from toolkit.training.model_checks import check_requested
 from toolkit.transforms import context_parallel
-from toolkit.transforms.context_parallel import ROWS, _register, attention_kind
+from toolkit.transforms.context_parallel import WHOLE_ROWS, _register, attention_kind
 from toolkit.transforms.whole_rows import Rows, zigzag
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -209,13 +209,13 @@ def test_the_kernel_of_joined_rows_sees_what_a_mask_shows(
             made, strategy=dataclasses.replace(made.strategy, cp_attention=kind, attention=kernel)
         )
         taken = [ranked.split(batch, rank) for rank in range(3)]
-        places = [torch.arange(count)[each[ROWS].part] for each in taken]
+        places = [torch.arange(count)[each[WHOLE_ROWS].part] for each in taken]
         assert torch.cat(places).sort().values.tolist() == [*range(count)]
         gathered = torch.cat(places)
         monkeypatch.setattr(context_parallel, "_gather", lambda tensor, group, order=gathered: tensor[:, :, order])
         whole = torch.zeros(count_of_rows, count, 2, 8)
         for own, each in zip(places, taken, strict=True):
-            given = {name: each[name] for name in (ROWS, *BOUNDS) if name in each}
+            given = {name: each[name] for name in (WHOLE_ROWS, *BOUNDS) if name in each}
             assert (BOUNDS[0] in given) == (kernel == "varlen" and not (padding and not padding[0][0]))
             queries = own if kind == "gather" else torch.arange(count)
             output, _ = context_parallel._attention(
@@ -311,8 +311,8 @@ def test_a_row_is_lengthened_to_a_multiple(monkeypatch: pytest.MonkeyPatch) -> N
     assert [part["input_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 0]]]
     assert parts[1]["labels"].tolist() == [[4, 5, 6, -100]]
     assert parts[1]["position_ids"].tolist() == [[4, 5, 6, 7]]
-    assert parts[1][context_parallel.ROWS].mask(None, False) is None
-    padded = made.split({**batch, "attention_mask": torch.tensor([[1] * 6 + [0]])}, 1)[context_parallel.ROWS]
+    assert parts[1][context_parallel.WHOLE_ROWS].mask(None, False) is None
+    padded = made.split({**batch, "attention_mask": torch.tensor([[1] * 6 + [0]])}, 1)[context_parallel.WHOLE_ROWS]
     assert padded.padding.tolist() == [[1] * 6 + [0] * 2]
     short = {"input_ids": torch.arange(5)[None]}
     odd = TrainConfig(seq_len=5)

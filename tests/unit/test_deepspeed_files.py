@@ -19,7 +19,14 @@ from toolkit.config.fields import from_dict
 from toolkit.config.flags import given
 from toolkit.core.errors import StrategyError
 from toolkit.devices.machine import hardware
-from toolkit.engines.deepspeed.user_config import _KNOWN_KEYS, CHOICES, FIXED, NUMBER_KEYS, WITHOUT_EFFECT, read_config
+from toolkit.engines.deepspeed.user_config import (
+    _KNOWN_KEYS,
+    CHOICES,
+    FIXED_VALUES,
+    NUMBER_KEYS,
+    WITHOUT_EFFECT,
+    read_config,
+)
 from toolkit.engines.resolution import resolve
 from toolkit.training.setup import agree, agree_train_config
 
@@ -161,7 +168,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path: Path) -> None:
                 place = place.setdefault(name, {})
             place[names[-1]] = "HERE"
             path.write_text(json.dumps(config).replace('"HERE"', junk))
-            switch = junk == "true" and "true" in map(json.dumps, (*CHOICES.get(key, ()), FIXED.get(key)))
+            switch = junk == "true" and "true" in map(json.dumps, (*CHOICES.get(key, ()), FIXED_VALUES.get(key)))
             if switch or (junk == JUNK[4] and NUMBER_KEYS.get(key, ("", int))[1] is float):
                 assert read_config(path, 2)
                 continue

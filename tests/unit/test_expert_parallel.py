@@ -75,7 +75,6 @@ def job_of(config: Any = None, ranks: int = 4, spec: ModelSpec | None = None, **
         ({"precision": "fp16"}, ("precision 'fp16'", "ep 2", "bf16")),
         ({"offload": "cpu"}, ("offload 'cpu'", "ep 2", "offload none")),
         ({"compile": True}, ("compile", "ep 2")),
-        ({"tp": 2, "ep": 1}, ("tp 2", "run with --ep 2")),
     ],
 )
 def test_refusals_name_value_and_fix(words: dict[str, Any], parts: tuple[str, ...]) -> None:

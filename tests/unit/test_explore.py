@@ -369,7 +369,7 @@ def test_who_waits_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> 
     panel._shown = SimpleNamespace(update=lambda page: shown.append(page.data))
     panel._page = before = panel.static_html()
     panel.controls["sharding"].value = "ddp"
-    assert [widgets.TRACING in one for one in said] == [True, False]
+    assert [widgets.TRACING_NOTE in one for one in said] == [True, False]
     assert ["<progress>" in one for one in said] == [True, False]
     assert panel.sentence in said[-1]
     assert shown == [f'<div aria-busy="true" style="{answer_panel.OLD}">{before}</div>', panel.static_html()]

@@ -46,7 +46,7 @@ from toolkit.forecasting.tracing import trace
 from toolkit.forecasting.tracker import Tracker
 from toolkit.models import ModelSpec
 from toolkit.transforms.adapters import check_quantized
-from toolkit.transforms.chunked_loss import ROWS
+from toolkit.transforms.chunked_loss import CPU_CHUNK
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -146,7 +146,7 @@ def peak(step: Sequence[Segment]) -> int:
     [("llama", FP32), ("llama", AUTOCAST), ("llama", CHUNKED), ("gemma", FP32), ("mixtral", FP32), ("t5", FP32)],
 )
 def test_a_large_batch_follows_from_two_small_ones(family: str, way: TraceConfig) -> None:
-    spec, length = describe(config(family, 3)), ROWS if way is CHUNKED else 32  # each row is a chunk
+    spec, length = describe(config(family, 3)), CPU_CHUNK if way is CHUNKED else 32  # each row is a chunk
     two, three = (trace(spec, way, batch=size, seq_len=length) for size in (2, 3))
     assert two.scaled(three, 5) == trace(spec, way, batch=7, seq_len=length)
 

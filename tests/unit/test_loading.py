@@ -289,7 +289,7 @@ def test_weights_that_are_packed_in_pieces_have_the_bits_of_a_whole_read(
     tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a piece is no whole number of rows of the tensor, and where the rest is smaller than a piece."""
-    monkeypatch.setattr(streamed_weights, "PIECE", 64 * 96)
+    monkeypatch.setattr(streamed_weights, "PACKED_AT_ONCE", 64 * 96)
     reads = reader(tiny.llama(tmp_path / "model", hidden_size=96, intermediate_size=200), precision=precision)
     deferred, whole = reads.defer(), reads.read()
     packed = [name for name, module in whole.named_modules() if type(module).__name__ == "Linear4bit"]
@@ -318,7 +318,7 @@ def test_streamed_weights_have_the_bits_of_a_whole_read(
     """Files hold experts one by one in two or three tensors, or weights under other names, or the other way round."""
     from bitsandbytes.functional import dequantize_4bit
 
-    monkeypatch.setattr(streamed_weights, "PIECE", 64 * 64)
+    monkeypatch.setattr(streamed_weights, "PACKED_AT_ONCE", 64 * 64)
     reads = reader(getattr(tiny, kind)(tmp_path / "model"), precision="bf16", adapter=adapter)
     streamed, whole = reads.defer(), reads.read()
     assert all(parameter.untyped_storage().nbytes() <= 4 for parameter in streamed.parameters())

@@ -167,7 +167,7 @@ def pair(family: str, kind: str = "cpu", **fields: Any) -> tuple[Any, Any]:
 
 def chunk(model: Any) -> Any:
     job = resolve(tk.Strategy(loss="chunked"), tk.TrainConfig(), None, 1, tk.hardware("1x cpu").device)
-    with patch.object(chunked_loss, "ROWS", 14):  # half of it for so few tokens
+    with patch.object(chunked_loss, "CPU_CHUNK", 14):  # half of it for so few tokens
         return job.transforms[-1].apply(model, job)
 
 
@@ -229,7 +229,7 @@ def test_a_chunked_loss_in_half_precision_sums_in_fp32() -> None:
 
 def test_chunks_take_a_small_part_of_the_memory() -> None:
     """Of head and loss on a CPU: at most 0.38 of what whole logits take, here 2,048 tokens of 32,768 words."""
-    words, rows = 32_768, chunked_loss.ROWS
+    words, rows = 32_768, chunked_loss.CPU_CHUNK
     hidden, weight = torch.randn(2048, 512, requires_grad=True), torch.randn(words, 512, requires_grad=True)
     targets = torch.randint(0, words, (2048,))
     head = chunked_loss.ChunkedHead(SimpleNamespace(out_features=words), None, 1.0, None, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import inspect
@@ -14,6 +15,7 @@ import subprocess
 import tomllib
 import warnings
 import zipfile
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -90,6 +92,29 @@ def test_no_function_hides_its_module(name: str) -> None:
     assert getattr(importlib.import_module(package), last) is module
     assert not callable(getattr(module, last, None)), f"{name}.{last} has the name of its module"
     assert package != "toolkit" or last not in toolkit.__all__, f"{name} hides the public name {last}"
+
+
+def constants(path: Path) -> set[str]:
+    """The names in capitals that a file assigns outside of functions, those of private ones without the underscore."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.isupper():
+            names.add(node.id.strip("_"))
+        functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, functions)]
+    return names
+
+
+def test_a_name_of_a_constant_has_one_meaning() -> None:
+    places = defaultdict(set)
+    for path in (ROOT / "toolkit").rglob("*.py"):
+        for name in constants(path):
+            places[name].add(str(path.relative_to(ROOT)))
+    several = {name: sorted(files) for name, files in places.items() if len(files) > 1}
+    del several["T"]  # a type variable: it links the types of one function
+    assert several == {}
 
 
 def public(module: ModuleType) -> dict[str, object]:

@@ -23,7 +23,7 @@ from toolkit.engines.pipeline.anatomy import anatomy_of, held
 from toolkit.engines.pipeline.balance import balanced, times, unbalanced
 from toolkit.engines.pipeline.schedules import SEVERAL, idle_share, schedule_class
 from toolkit.engines.pipeline.walk import Walk
-from toolkit.engines.played import FORWARD, INPUT, WEIGHT, Action, in_flight, measured, play
+from toolkit.engines.played import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, in_flight, measured, play
 from toolkit.engines.resolution import resolve
 from toolkit.engines.traces import Segment
 from toolkit.forecasting.stages import MOST_DRAWN, format_gigabytes, schedule_picture, schedule_record, stages_table
@@ -314,10 +314,10 @@ def test_the_first_part_of_a_backward_frees_logits_and_the_second_leaves_gradien
     forward = Segment(100, 100, 60, 60, "backward", 0, "")
     step = [forward, Segment(40, -60, 40, -60, "gradient", 10, "lm_head.weight"), Segment(0, -40, 0, 0, "", 0, "")]
     halfway = Ledger(shared=True)
-    Walk(halfway, job, {last: step}).run([Action(kind, last, 0) for kind in (FORWARD, INPUT)])
+    Walk(halfway, job, {last: step}).run([Action(kind, last, 0) for kind in (FORWARD, BACKWARD_INPUT)])
     assert halfway.held["logits"] == 0 < 40 < halfway.held["activations"]
-    apart = [Action(kind, last, micro) for micro in (0, 1) for kind in (FORWARD, INPUT, WEIGHT)]
-    together = [Action(kind, last, micro) for kind in (FORWARD, INPUT, WEIGHT) for micro in (0, 1)]
+    apart = [Action(kind, last, micro) for micro in (0, 1) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)]
+    together = [Action(kind, last, micro) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) for micro in (0, 1)]
     for order in (apart, together):  # in the second nothing is added up in another dtype
         done = Ledger(shared=True)
         done.hold("parameters", 7)

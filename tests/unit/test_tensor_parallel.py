@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from programs import python
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -127,9 +127,9 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
         ({"tp_plan": {}}, "transformers has no tensor-parallel plan"),
         ({"tp_plan": {}, "own_tp_plan": True}, "your tp_plan has no rules, so nothing would be split. Choose --tp 1"),
         ({"tp_plan": {**MLP, "a.attn": "rowwise"}, "heads": 3}, "2 does not divide its 3 attention heads"),
-        ({"tp_plan": {"a": "mla_kv_a_proj"}}, "in its plan 'a' has style 'mla_kv_a_proj'"),
+        ({"tp_plan": {**MLP, "a": "packed_rowwise"}}, "in its plan 'a' has style 'packed_rowwise'"),
         (
-            {"tp_plan": {"lm_head": "colwise_gather_output"}},
+            {"tp_plan": {**MLP, "lm_head": "colwise_gather_output"}},
             "splits one of model.embed_tokens.weight and lm_head.weight",
         ),
         (
@@ -186,10 +186,36 @@ def test_a_plan_that_comes_after_the_weights_is_refused(spec: ModelSpec) -> None
         job.engine.before_prepare(job, model)
 
 
-def test_mixtures_are_refused() -> None:
-    mixtral = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
-    with pytest.raises(StrategyError, match="which run with --ep 2"):
-        job_of(mixtral)
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            MixtralConfig(intermediate_size=97, num_local_experts=4, **SHAPE),
+            "2 does not divide the 97 columns of its experts",
+        ),
+        (
+            GptOssConfig(intermediate_size=96, num_local_experts=4, **SHAPE),
+            "has no tensor-parallel plan for its layers",
+        ),
+        (
+            MixtralConfig(intermediate_size=96, num_local_experts=1, **SHAPE),
+            "experts.gate_up_proj has 1 rows on a tp rank",
+        ),
+    ],
+    ids=["uneven", "no plan", "too few for FSDP"],
+)
+def test_mixtures_that_cannot_be_split_are_refused(config: Any, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        job_of(describe(config))
+
+
+def test_experts_are_split_inside() -> None:
+    """Each rank has the same part of gate and of up, and of the columns of down."""
+    spec = describe(MixtralConfig(intermediate_size=96, num_local_experts=4, **SHAPE))
+    local = local_job(job_of(spec)).spec
+    assert local is not None
+    shapes = {each.name.partition("experts.")[2]: each.shape for each in local.parameters if "experts." in each.name}
+    assert shapes == {"gate_up_proj": (4, 96, 64), "down_proj": (4, 64, 48)}
 
 
 def test_local_shapes_are_those_of_transformers(folder: Path) -> None:

@@ -77,7 +77,7 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None], idle: threading.Event,
         idle.set()
 
 
-_POLL = 0.02
+_NOTE_POLL = 0.02
 
 LESS_ROOM = "Complete checkpoints there are unchanged. Make room, lower --keep, or choose another disk with --run-dir."
 
@@ -161,4 +161,4 @@ def await_ranks(partial: Path, ranks: range, patience: float, kind: str) -> None
                 f"no file of ranks {', '.join(map(str, missing))} in {partial} after {patience:g} s. All hosts "
                 "have to see one run folder: choose one on a shared disk with --run-dir."
             )
-        time.sleep(_POLL)
+        time.sleep(_NOTE_POLL)

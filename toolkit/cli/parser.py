@@ -86,7 +86,7 @@ DEEPSPEED_FILE = _path(
 )
 RUN = _path("run", metavar="RUN", help="the run's folder")
 COMPARED_RUN = _path("--run", metavar="RUN", help="folder of a run to compare with")
-RUN_DIR = _path("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
+NEW_DIR = _path("--run-dir", metavar="DIR", help="the run's folder (default: a new one under runs/)")
 TARGET_DIGEST = _argument("--sha256", help=argparse.SUPPRESS)  # of a function's file, which `tk.launch` wrote
 
 
@@ -151,7 +151,7 @@ RESUME = (
 )
 LAUNCH = (
     RANKS_HERE,
-    RUN_DIR,
+    NEW_DIR,
     _argument("--timeout", type=float, metavar="S", help="seconds a rank waits in a collective (default: torch's)"),
     TARGET_DIGEST,
     _argument("target", metavar="TARGET", help="a script that ends in .py, or a module"),
@@ -234,7 +234,7 @@ def build_parser() -> Parser:
     add(preview, PREVIEW, RunConfig, without=other_fields)
     add(plan, PLANNING, Strategy, TrainConfig, without=CHOSEN_BY_PLAN)
     add(config, CONFIG, Strategy)
-    add(train, [RANKS_HERE, RUN_DIR, CONTINUE, PLAIN, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
+    add(train, [RANKS_HERE, NEW_DIR, CONTINUE, PLAIN, DEEPSPEED_FILE], RunConfig, Strategy, TrainConfig, RestartPolicy)
     resumed = add(resume, RESUME, RunConfig, Strategy, TrainConfig, default="as the run was")
     add_flags(resumed, RestartPolicy)
     add(launch, LAUNCH, Strategy)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHOSEN = ("activation_checkpointing", "loss")
 """Fields in which `train` chooses a value in the place of `auto`."""
 
-PLAIN = {"activation_checkpointing": "none", "loss": "whole"}
+PLAIN_FIELDS = {"activation_checkpointing": "none", "loss": "whole"}
 """The fields that `--plain` sets."""
 
 
@@ -36,7 +36,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     from toolkit.engines.resolution import accelerate_config
     from toolkit.launcher import RestartPolicy, supervise_with_restarts
     from toolkit.reports import reported
-    from toolkit.run_folder.folder import RUNS, check_new, enter, new_path
+    from toolkit.run_folder.folder import RUNS_FOLDER, check_new, enter, new_path
     from toolkit.run_folder.run_lock import new_token
     from toolkit.training.certificates import guarded
     from toolkit.training.preflight import choose_transforms, run_preflight
@@ -44,10 +44,10 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
 
     restart_policy = read(RestartPolicy, flags)
     if flags.plain:
-        for name, value in PLAIN.items():
+        for name, value in PLAIN_FIELDS.items():
             if (own := getattr(flags, name)) not in (None, value):
                 raise ToolkitError(f"--plain sets {name} {value!r}, and {own!r} is given. Leave one out.")
-        vars(flags).update(PLAIN)
+        vars(flags).update(PLAIN_FIELDS)
     if flags.resume:
         if not flags.run_dir:
             raise ToolkitError("--resume needs --run-dir with the folder of a run.")
@@ -61,7 +61,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     preflight, strategy = choose_transforms(preflight, run_config, strategy, machine)
     preflight = guarded(preflight, run_config)
     environ = preflight.rank_environment
-    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
+    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS_FOLDER, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         print_default(ranks, machine, flags.processes)
         print_rows(flags)
@@ -79,7 +79,7 @@ def launch(flags: argparse.Namespace) -> Result:
     from toolkit.devices.machine import hardware
     from toolkit.launcher.run_handle import Run
     from toolkit.launcher.script_run import run_script
-    from toolkit.run_folder.folder import RUNS, check_new, new_path
+    from toolkit.run_folder.folder import RUNS_FOLDER, check_new, new_path
     from toolkit.training.setup import choose_ranks, print_default
 
     strategy, machine = read(Strategy, flags), hardware()
@@ -88,7 +88,7 @@ def launch(flags: argparse.Namespace) -> Result:
         print(f"{', '.join(ours)} goes to {target.name}: flags of the toolkit stand before it", file=sys.stderr)
     ranks = choose_ranks([strategy], machine, flags.processes)
     check_new(flags.run_dir)
-    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS, strategy.sharding)
+    path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS_FOLDER, strategy.sharding)
     print_default(ranks, machine, flags.processes)
     run_script(path, target, strategy, ranks, machine, timeout=flags.timeout)
     return Run(path)

@@ -29,7 +29,7 @@ SECONDS = 60
 LONGEST_WAIT = 4.0
 """Seconds that another process waits for a result of the work: about what the same costs it."""
 
-PAUSE = 0.05
+RESULT_POLL = 0.05
 
 _enabled = False
 _steps: list[tuple[str, Callable[[], None]]] = []
@@ -91,7 +91,7 @@ def wait_for(topic: str, result: Callable[[], T], ready: Callable[[T], bool]) ->
     """Return the result once it is ready, or as it is if no process works on the topic."""
     limit = time.monotonic() + LONGEST_WAIT
     while not ready(value := result()) and not _working and _at_work(topic) and time.monotonic() < limit:
-        time.sleep(PAUSE)
+        time.sleep(RESULT_POLL)
     return value
 
 

@@ -72,14 +72,14 @@ def cache_file(kind: str, key: bytes) -> Path:
     return cache_folder(kind) / f"{digest}.json"
 
 
-TRACING = ("config", "engines", "forecasting", "models", "transforms")
+TRACING_PACKAGES = ("config", "engines", "forecasting", "models", "transforms")
 """The packages that describe and trace."""
 
 
 @lru_cache(maxsize=4)
 def source_digest(package: Path) -> str:
     """Return the sha256 of the code that describes and traces models: results of changed code are not reused."""
-    files = [path for name in TRACING for path in sorted((package / name).rglob("*.py"))]
+    files = [path for name in TRACING_PACKAGES for path in sorted((package / name).rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -24,7 +24,7 @@ DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 POINTS = 400
 """The most that a line keeps: more than a screen shows."""
 
-FEW = 30
+DOT_POINTS = 30
 """Points up to which each is a dot, too."""
 
 HOVERED = 60
@@ -209,7 +209,7 @@ def _spelled(ticks: Sequence[float], spell: Callable[[float], str]) -> dict[floa
 def _draw_line(axes: Any, points: Sequence[Point], look: Mapping[str, Any]) -> None:
     """Draw a line with gaps; short lines and isolated points get dots."""
     values = [math.nan if value is None or not math.isfinite(value) else value for _, value in points]
-    padded, few = [math.nan, *values, math.nan], len(points) <= FEW
+    padded, few = [math.nan, *values, math.nan], len(points) <= DOT_POINTS
     dots = [
         place for place in range(len(points)) if few or (math.isnan(padded[place]) and math.isnan(padded[place + 2]))
     ]

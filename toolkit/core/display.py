@@ -20,7 +20,7 @@ from toolkit.core.redaction import redact, visible
 UNLIMITED = 10_000
 """Characters of a line that nothing wraps."""
 
-NARROW = 16
+NARROWEST = 16
 """Characters below which no column is narrowed."""
 
 COMMAND = "    toolkit "
@@ -96,7 +96,7 @@ def _column_widths(columns: Sequence[Sequence[str]], right: Sequence[bool], limi
     """Return widths that fit the limit if words and numbers stay whole: rich would cut them."""
     widths = [max(map(len, column)) for column in columns]
     needed = [
-        max(min(width, NARROW), *(len(word) for cell in column for word in ([cell] if numbers else cell.split())))
+        max(min(width, NARROWEST), *(len(word) for cell in column for word in ([cell] if numbers else cell.split())))
         for column, numbers, width in zip(columns, right, widths, strict=True)
     ]
     while sum(widths) + 2 * len(widths) - 2 > limit:

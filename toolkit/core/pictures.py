@@ -52,7 +52,7 @@ SERIES = {
 }
 """The colours of lines and of bars that are no part, the same in every picture."""
 
-OTHERS = ("#0369a1", "#c2410c", "#4d7c0f", "#be185d", "#6d28d9", "#0f766e", "#854d0e", "#475569")
+OTHER_COLOURS = ("#0369a1", "#c2410c", "#4d7c0f", "#be185d", "#6d28d9", "#0f766e", "#854d0e", "#475569")
 """Colours for any other names. None is a part's."""
 
 INK, QUIET, GRID, ALARM = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
@@ -118,11 +118,11 @@ def figures_side_by_side(pictures: Iterable[str]) -> str:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """Return each name's colour: its own, or for another name always the same of `OTHERS` that the names before leave."""
+    """Return each name's colour: its own, or for another name always the same of `OTHER_COLOURS` that the names before leave."""
     result: dict[str, str] = {}
     for name in names:
         start = zlib.crc32(name.encode())
-        own = [OTHERS[(start + turn) % len(OTHERS)] for turn in range(len(OTHERS))]
+        own = [OTHER_COLOURS[(start + turn) % len(OTHER_COLOURS)] for turn in range(len(OTHER_COLOURS))]
         free = [shade for shade in own if shade not in result.values()]
         result[name] = COLOURS.get(name) or SERIES.get(name) or (free or own)[0]
     return result

@@ -196,13 +196,13 @@ def _spellings(word: str) -> tuple[str, ...]:
 
 # As a program ----------------------------------------------------------------------------------------------------------
 
-QUIET = 0.1
+QUIET_SECONDS = 0.1
 """Seconds after which an unfinished line is passed on: a bar's state, a prompt."""
 
 _LONGEST_UNFINISHED = 2**20
 
 
-IDLE_SECONDS = 60.0
+FIRST_RANK_SECONDS = 60.0
 """Time limit for the first rank. Afterwards the process ends with the last one."""
 
 
@@ -220,7 +220,7 @@ def copy(source: int, targets: Sequence[int]) -> None:
                 _write(target, text.encode("utf-8", "surrogateescape"))
 
     while True:
-        if not select.select([source], [], [], QUIET if pending else None)[0]:
+        if not select.select([source], [], [], QUIET_SECONDS if pending else None)[0]:
             pass_on(pending)
             pending = b""
             continue
@@ -252,7 +252,7 @@ def serve() -> None:
     import threading
 
     listener, lock, active = socket.socket(fileno=0), threading.Lock(), 0
-    listener.settimeout(IDLE_SECONDS)
+    listener.settimeout(FIRST_RANK_SECONDS)
 
     def pass_through(connection: socket.socket, source: int, *targets: int) -> None:
         nonlocal active

@@ -13,7 +13,7 @@ from toolkit.core.errors import DataError, value_or
 from toolkit.core.units import ceil_div
 from toolkit.data.rows import Rows, column_names
 
-SHOWN_ROWS, SHOWN_TOKENS, LISTED_ROWS = 8, 12, 32
+SHOWN_ROWS, ROW_TOKENS, LISTED_ROWS = 8, 12, 32
 """In a message on a step's samples: the rows with text, the tokens of each text, and the rows with a number."""
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def spell_samples(rows: Rows, tokenizer: Any, ids: Sequence[int]) -> str:
     """
 
     def row_text(at: int) -> str:
-        text = tokenizer.decode(rows.batch([at])["input_ids"][0][:SHOWN_TOKENS])
+        text = tokenizer.decode(rows.batch([at])["input_ids"][0][:ROW_TOKENS])
         return f"row {at} ({text!r} …)"
 
     parts = [value_or(f"row {at}", row_text, at) for at in ids[:SHOWN_ROWS]]  # a tokenizer may run anybody's code

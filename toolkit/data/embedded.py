@@ -19,7 +19,7 @@ from toolkit.models.resolution import embedded_checkpoint
 TEXT_BYTES = 4_000_000
 """The embedded text is the first files, by name, that reach this size."""
 
-VOCABULARY = 4096
+EMBEDDED_VOCABULARY = 4096
 """Tokens of the embedded tokenizer, special ones included."""
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -68,7 +68,7 @@ def embedded_tokenizer(folder: Path) -> None:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=EMBEDDED_VOCABULARY,
         special_tokens=[PAD, BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -9,11 +9,11 @@ from toolkit.core.atomic_io import shorten_value, unique_names
 from toolkit.core.errors import DataError
 from toolkit.data.readers import check_size
 
-_ROLES = {
+_ROLE_SPELLINGS = {
     "user": "user human prompter", "assistant": "assistant gpt model bot chatbot ai chatgpt function_call",
     "system": "system developer", "tool": "tool function observation tool_response ipython",
 }  # fmt: skip
-ROLES = {spelled: role for role, names in _ROLES.items() for spelled in names.split()}
+CHAT_ROLES = {spelled: role for role, names in _ROLE_SPELLINGS.items() for spelled in names.split()}
 """A role, in lower case → the templates' name of it. Other roles are handed to the template as they are."""
 
 _TEMPLATE_FIELDS = "role content tool_calls name tool_call_id weight reasoning_content tools"
@@ -68,7 +68,7 @@ def _message(value: Any, name: str, unused: dict[str, None]) -> dict[str, Any]:
     if missing := [field for field in ("role", "content") if field not in message and "tool_calls" not in message]:
         raise DataError(f"{name} lacks {' and '.join(map(repr, missing))}. Correct or remove the row.")
     role = check(message.get("role"), str, f"{name}'s 'role'")
-    message["role"] = ROLES.get(role.strip().casefold(), role)
+    message["role"] = CHAT_ROLES.get(role.strip().casefold(), role)
     if role.strip().casefold() == "function_call":
         message["tool_calls"] = message.pop("content", None)
     if calls := message.pop("tool_calls", None):

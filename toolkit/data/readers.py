@@ -36,11 +36,11 @@ CSV, ARROW = (".csv", ".tsv", ".tab", ".psv"), (".parquet", ".arrow", ".feather"
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json")
 """Suffixes of tables and rows."""
 
-PLAIN = (".txt", ".text")
+PLAIN_SUFFIXES = (".txt", ".text")
 """Suffixes that tell nothing: rows are found by content."""
 
 TEXT = (
-    *PLAIN, ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
+    *PLAIN_SUFFIXES, ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
     ".java", ".js", ".ts", ".rb", ".sh", ".sql", ".html", ".css", ".toml", ".yaml", ".yml",
 )  # fmt: skip
 """Text in a folder. A single file with any other ending is read as text too."""
@@ -62,7 +62,7 @@ CSV_ERRORS = {
 }
 """Parts of the csv module's errors → what is wrong, and what to do."""
 
-REFUSED = (
+REFUSED_FORMATS = (
     (rb"PK\x03\x04.*?word/|\{\\rtf|\xd0\xcf\x11\xe0", "a document of a word processor (or an old workbook)", "Save it as text"),
     (rb"PK\x03\x04.*?xl/", "an Excel workbook", "Save it as CSV (UTF-8)"),
     (rb"PK\x03\x04.*?data\.pkl|\x80[\x02-\x05]", "a PyTorch file or pickle", "Load it and write its rows as JSONL"),
@@ -116,13 +116,13 @@ def open_file(path: Path, file: Any, suffix: str, names: Sequence[str] = ()) -> 
             raise DataError(f"{path}: is a {binary} file inside {compression}. Decompress it first.")
         return _arrow_table(stream, binary)
     encoding = _match(head, ENCODINGS)
-    for pattern, what, cure in REFUSED if not encoding else ():
+    for pattern, what, cure in REFUSED_FORMATS if not encoding else ():
         if re.match(pattern, head, re.DOTALL):
             raise DataError(f"{path}: is {what}, expected text, JSON, CSV, parquet or arrow. {cure}.")
     if suffix in ARROW:
         raise DataError(f"{path}: is not the {suffix[1:]} file that its name says. Download or write it again.")
     start = head.decode(encoding or "utf-8", "ignore").removeprefix("\ufeff")
-    if suffix in PLAIN or suffix not in (*CSV, *JSON_SUFFIXES, *TEXT):
+    if suffix in PLAIN_SUFFIXES or suffix not in (*CSV, *JSON_SUFFIXES, *TEXT):
         header, row = (re.split("[\t,;|]", line) for line in (start.strip() + "\n").split("\n")[:2])
         known = {cell.strip(" \"'\r").casefold() for cell in header} <= set(names)
         table = known and 1 < len(header) <= len(row)

@@ -28,7 +28,7 @@ class HeadCall:
 
 HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("HEAD_CALL", default=None)
 
-LOGITS_BYTES, LARGE, CHUNK = 12, 0.05, 2048
+LOGITS_BYTES, LARGE_LOGITS, GPU_CHUNK = 12, 0.05, 2048
 """On a GPU: bytes of a whole logit in training (measured on an H200 in bf16: 11.5), the share of memory from which `auto` avoids
 them, and tokens of a chunk: so many that adding to the weight's gradient costs nothing."""
 
@@ -43,8 +43,8 @@ def choose_loss(job: Job) -> str:
         return "whole"
     state, tokens = job.engine.expected_state(job), train_config.micro_batch * train_config.seq_len
     logits = LOGITS_BYTES * tokens * spec.vocab
-    large = logits > LARGE * (logits + state.parameters + state.master + (state.optimizer or 0))
-    return "chunked" if job.device.kind == "cpu" or (tokens > CHUNK and large) else "whole"
+    large = logits > LARGE_LOGITS * (logits + state.parameters + state.master + (state.optimizer or 0))
+    return "chunked" if job.device.kind == "cpu" or (tokens > GPU_CHUNK and large) else "whole"
 
 
 def loss_kind(job: Job, model: Any) -> str:

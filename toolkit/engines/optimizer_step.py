@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-ROW, PIECE = 1024, 65_536
+ROW, CAST_ELEMENTS = 1024, 65_536
 """Elements of which squares are added up in fp32, and elements that are copied to fp32 at once."""
 
 
@@ -169,7 +169,7 @@ def _squares(tensor: torch.Tensor) -> torch.Tensor:
 
     flat = tensor.detach().reshape(-1)
     dtype = torch.promote_types(flat.dtype, torch.float32)
-    pieces = (flat,) if dtype == flat.dtype else torch.split(flat, PIECE)  # torch copies what is narrower
+    pieces = (flat,) if dtype == flat.dtype else torch.split(flat, CAST_ELEMENTS)  # torch copies what is narrower
     total = torch.zeros((), dtype=torch.float64)
     for piece in pieces:
         rows = len(piece) // ROW

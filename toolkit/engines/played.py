@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 """torch's names of an action: a forward, a whole backward, and its two parts in zero-bubble schedules."""
 
 
@@ -104,8 +104,8 @@ def _source(action: Action, stages: int) -> tuple[Action, ...] | None:
     """Return the actions of another stage of which one has to have ended; None where a stage needs no other."""
     if action.kind == FORWARD and action.stage:
         return (action._replace(stage=action.stage - 1),)
-    if action.kind in (BACKWARD, INPUT) and action.stage < stages - 1:
-        return tuple(Action(kind, action.stage + 1, action.micro) for kind in (BACKWARD, INPUT))
+    if action.kind in (BACKWARD, BACKWARD_INPUT) and action.stage < stages - 1:
+        return tuple(Action(kind, action.stage + 1, action.micro) for kind in (BACKWARD, BACKWARD_INPUT))
     return None
 
 
@@ -113,6 +113,6 @@ def in_flight(order: Sequence[Action]) -> int:
     """Return the most micro-batches that the stages of a rank hold together, each stage's counted."""
     held = most = 0
     for action in order:
-        held += {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}.get(action.kind, 0)
+        held += {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}.get(action.kind, 0)
         most = max(most, held)
     return most

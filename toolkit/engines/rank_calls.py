@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL = 0.1
+LONGEST_PAUSE = 0.1
 """Seconds between two looks at the store, at most."""
 
 _calls = itertools.count()
@@ -116,7 +116,7 @@ def meet(accelerator: Accelerator, call: str, advice: str) -> None:
             store.add(key, -1)
             raise RunError(f"{call} was called on {came} of {ranks} ranks, and no other came in {limit:g} s. {advice}")
         time.sleep(pause)
-        pause = min(2 * pause, POLL)
+        pause = min(2 * pause, LONGEST_PAUSE)
     _met[call] += 1
 
 
@@ -133,7 +133,7 @@ def wait_for(store: Any, alive: str, done: str, limit: float) -> bytes:
         if silent > limit:
             raise TimeoutError(f"timed out after {limit:g} s without a sign of life from rank 0, which works alone")
         time.sleep(pause)
-        pause = min(2 * pause, POLL)
+        pause = min(2 * pause, LONGEST_PAUSE)
     value: bytes = store.get(done)
     return value
 

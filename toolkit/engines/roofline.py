@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from toolkit.devices.gpu_catalog import GPUSpec
 
-FASTEST, MEMORY = 0.8, 0.75
+PRODUCT_SHARE, MEMORY_SHARE = 0.8, 0.75
 """Shares of a data sheet's peak: the fastest product's without a measurement, and the memory's.
 
 Round numbers, chosen by published runs on A100s.
@@ -29,7 +29,7 @@ def product_seconds(card: GPUSpec, work: Mapping[str, float]) -> float:
 
 def other_seconds(card: GPUSpec, moved: float, calls: float) -> float:
     """Return the time of bytes that other operators read and write, and of the starts of all."""
-    return moved / (card.memory * 1e9 * MEMORY) + calls * CALL
+    return moved / (card.memory * 1e9 * MEMORY_SHARE) + calls * CALL
 
 
 def peak_speed(card: GPUSpec, dtype: str) -> float:
@@ -40,6 +40,6 @@ def peak_speed(card: GPUSpec, dtype: str) -> float:
 def _sustained(card: GPUSpec, kernel: str) -> float:
     """Return the operations a second that a training step's products sustain, in the dtype that `kernel` begins with."""
     if kernel.startswith("float32"):
-        return peak_speed(card, "float32") * FASTEST
-    speed = (card.measured_half or card.tflops_half * FASTEST) * 1e12 * card.sustained
+        return peak_speed(card, "float32") * PRODUCT_SHARE
+    speed = (card.measured_half or card.tflops_half * PRODUCT_SHARE) * 1e12 * card.sustained
     return min(speed, EFFICIENT_SPEED) if kernel.endswith(EFFICIENT) else speed

@@ -23,9 +23,9 @@ from toolkit.engines.traces import Segment, Trace
 QUANT_BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a 4-bit constant, and constants that share a nested one (bitsandbytes/functional.py `quantize_4bit`)."""
 
-PIECE = 2**18
+PACKED_AT_ONCE = 2**18
 """Weights that a rank packs at once."""
-PACKING = 16 * PIECE
+PACKING = 16 * PACKED_AT_ONCE
 """Bytes that a piece takes at most meanwhile (bitsandbytes/backends/default/ops.py)."""
 
 

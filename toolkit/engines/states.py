@@ -7,13 +7,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import BYTES_OF, GiB, MiB, ceil_div, dtype_name
 from toolkit.engines.job import Job
 from toolkit.engines.records import StateMemory
-from toolkit.engines.shards import BUFFER, PARAMETER, Shard, whole_box
+from toolkit.engines.shards import BUFFER, PARAMETER, Box, Shard, whole_box
 from toolkit.models import NF4, ModelSpec
 
 if TYPE_CHECKING:
@@ -301,23 +301,49 @@ def distributed_shards(
 
     Parameters may be plain tensors or DTensors.
     """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     for name, parameter in model.named_parameters():
         if parameter.is_meta:  # on another rank's stage
             continue
-        shape = tuple(parameter.shape)
-        box = whole_box(shape)
-        if isinstance(parameter, DTensor):
-            sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            box = tuple(zip(offsets, sizes, strict=True))
-        shard = Shard(name, PARAMETER, shape, box, 0, local_tensor(parameter))
-        if shard.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
-            yield shard
-            if parameter.requires_grad:
-                yield from optimizer_shards(job, optimizer, parameter, shard, local_tensor, create)
+        for box, cut in _held_boxes(parameter):
+            shard = Shard(name, PARAMETER, tuple(parameter.shape), box, 0, cut(parameter))
+            if shard.tensor.numel():  # the last ranks hold nothing of a tensor with few rows
+                yield shard
+                if parameter.requires_grad:
+                    yield from optimizer_shards(job, optimizer, parameter, shard, cut, create)
     yield from buffer_shards(model)
+
+
+def _held_boxes(parameter: torch.Tensor) -> Iterator[tuple[Box, Callable[[Any], torch.Tensor]]]:
+    """Yield the boxes of a parameter on this rank, each with what cuts it from the parameter or from a tensor like it.
+
+    Of matrices that are packed in one (gate and up of fused experts) a rank holds the same part of each: as many boxes.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not isinstance(parameter, DTensor):
+        yield whole_box(parameter.shape), local_tensor
+        return
+    mesh, places = parameter.device_mesh, parameter.placements
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, places)
+    box = tuple(zip(offsets, sizes, strict=True))
+    for group, place in enumerate(places):
+        # FSDP2 names a dimension that tensor parallelism divides, too, in the same way: one box.
+        if isinstance(place, _StridedShard) and not any(other.is_shard(place.dim) for other in places):
+            dim, count = place.dim, place.split_factor
+            whole, part = parameter.shape[dim] // count, sizes[dim] // count
+            for number in range(count):
+                start = number * whole + mesh.get_local_rank(group) * part
+                cut = partial(_narrowed, dim=dim, start=number * part, length=part)
+                yield (*box[:dim], (start, part), *box[dim + 1 :]), cut
+            return
+    yield box, local_tensor
+
+
+def _narrowed(tensor: Any, dim: int, start: int, length: int) -> torch.Tensor:
+    """Return a part of a tensor's local shard, in the same memory."""
+    return local_tensor(tensor).narrow(dim, start, length)
 
 
 def holds_parts(model: torch.nn.Module) -> bool:

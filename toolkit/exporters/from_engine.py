@@ -124,7 +124,7 @@ def _write(
             written |= files.written
 
 
-LOADED = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."
+SPEC_FIX = "Make the Accelerator without a spec for a model that `toolkit.load` did not read."
 
 
 def _planned_files(prepared: Prepared, weights: Weights) -> ModelFiles:
@@ -142,7 +142,7 @@ def _planned_files(prepared: Prepared, weights: Weights) -> ModelFiles:
         return ModelFiles(module, entries, config=config)
     model = skeleton(spec, config, module.generation_config)
     model._weight_conversions = getattr(module, "_weight_conversions", None)
-    return ModelFiles(model, full_state(weights, model, spec, LOADED))
+    return ModelFiles(model, full_state(weights, model, spec, SPEC_FIX))
 
 
 def _check_folder(prepared: Prepared, folder: Path, planned: Mapping[str, SavedTensor]) -> None:

@@ -27,7 +27,7 @@ from toolkit.transforms.adapters import require_libraries
 ANSWER_TOKENS, SAMPLE_TOKENS = 256, 64
 """The most new tokens of an answer, unless asked for more, and of a sample in a training."""
 
-ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
 
@@ -154,7 +154,7 @@ def _find(source: str | Path, model: str | None, trust: str | None) -> tuple[Mod
             f"{shlex.quote(str(path))} -o FOLDER` makes one from a checkpoint; then give FOLDER.{best}"
         )
     strategy: dict[str, Any] = {"adapter": "none", "precision": "auto"}
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         ours = {} if recorded.get("target") else recorded.get("strategy", {})
         strategy = {"adapter": "lora", "precision": "auto"} | {name: ours[name] for name in strategy if name in ours}
         spec = resolve_spec(model or _base(folder, recorded["run_config"].get("model") if ours else None), trust)
@@ -170,7 +170,7 @@ def _find(source: str | Path, model: str | None, trust: str | None) -> tuple[Mod
 
 def _base(folder: Path, recorded: str | None) -> str:
     """Return the base model of an adapter. A name in a folder starts no download."""
-    name = recorded or value_or(None, lambda: str(read_json(folder / ADAPTER)["base_model_name_or_path"]))
+    name = recorded or value_or(None, lambda: str(read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]))
     if name is None or (name != EMBEDDED and local_folder(name) is None):
         problem = f"{folder} is an adapter over {name!r}, which is not on this machine"
         raise ModelError(f"{problem}. Give its folder or Hub id with --model.")

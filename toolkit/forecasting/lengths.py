@@ -15,29 +15,29 @@ from fractions import Fraction
 
 from toolkit.engines.traces import Trace
 
-GRID = tuple(2**power for power in range(7, 18))
+TRACED_LENGTHS = tuple(2**power for power in range(7, 18))
 """Tokens of a row, 128 to 131,072, with traces of their own: most requests name one of them."""
 
-POINTS, CHECKS = 3, 2
+FIT_LENGTHS, CHECK_LENGTHS = 3, 2
 """Lengths for the polynomial, and the next ones, of which one has to confirm it."""
 
-TOLERANCE = 1e-3
+FIT_TOLERANCE = 1e-3
 """Highest difference between the check's bytes, and its operations, and what the three others give for them."""
 
 
 def interpolated(recalled: Callable[[int], Trace | None], seq_len: int) -> Trace | None:
-    """Return the trace of a length from those of the nearest lengths of `GRID`, or None where they do not give it.
+    """Return the trace of a length from those of the nearest lengths of `TRACED_LENGTHS`, or None where they do not give it.
 
     Args:
         recalled: takes a length, and returns its cached trace.
-        seq_len: between two lengths of `GRID`.
+        seq_len: between two lengths of `TRACED_LENGTHS`.
     """
-    if not GRID[0] < seq_len < GRID[-1]:
+    if not TRACED_LENGTHS[0] < seq_len < TRACED_LENGTHS[-1]:
         return None
-    nearest = sorted(GRID, key=lambda length: abs(math.log(length / seq_len)))
+    nearest = sorted(TRACED_LENGTHS, key=lambda length: abs(math.log(length / seq_len)))
     cached = ((length, trace) for length in nearest if (trace := recalled(length)) is not None)
-    known = list(itertools.islice(cached, POINTS + CHECKS))
-    points, checks = known[:POINTS], known[POINTS:]
+    known = list(itertools.islice(cached, FIT_LENGTHS + CHECK_LENGTHS))
+    points, checks = known[:FIT_LENGTHS], known[FIT_LENGTHS:]
     own = [length for length, _ in points]
     if not checks or not min(own) < seq_len < max(own) or not all(points[0][1].alike(trace) for _, trace in points):
         return None
@@ -75,4 +75,4 @@ def _close(expected: Trace, real: Trace) -> bool:
     for (what, size, _), (_, own, _) in zip(expected.events, real.events, strict=True):
         apart[what] = apart.get(what, 0) + abs(size - own)
         total[what] = total.get(what, 0) + own
-    return all(apart[what] <= TOLERANCE * total[what] for what in total)
+    return all(apart[what] <= FIT_TOLERANCE * total[what] for what in total)

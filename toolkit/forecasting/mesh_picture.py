@@ -9,7 +9,7 @@ from toolkit.config.parallelism import Parallelism, count_ranks
 from toolkit.core.display import Table
 from toolkit.core.pictures import GRID, INK, QUIET, WIDTH, ink_on, mark_places, picture
 
-STAGES, ROWS, CELLS = 6, 8, 24
+DRAWN_STAGES, DRAWN_ROWS, DRAWN_RANKS = 6, 8, 24
 """The most stages, rows, and ranks of a row that are drawn. Of more, the first ones and the last."""
 
 STAGE_COLOURS = ("#0369a1", "#6d28d9")
@@ -27,8 +27,8 @@ def draw_mesh(sizes: Parallelism, pipeline: Mapping[str, Any] | None = None) -> 
     """
     if max(sizes.pp, sizes.tp, sizes.cp, sizes.ep) == 1:
         return ""
-    stages, rows = _shown(sizes.pp, STAGES), _shown(sizes.dp_size * sizes.cp, ROWS)
-    slices = _shown(sizes.tp, max(3, CELLS // len(stages)))
+    stages, rows = _shown(sizes.pp, DRAWN_STAGES), _shown(sizes.dp_size * sizes.cp, DRAWN_ROWS)
+    slices = _shown(sizes.tp, max(3, DRAWN_RANKS // len(stages)))
     layers = {stage: _layers_of(stage, sizes.pp, pipeline) for stage in stages if stage is not None}
     left = 8.0 * len(_row_label(sizes.dp_size * sizes.cp - 1, sizes)) + 14
     width = (WIDTH - left - 12) / len(stages)

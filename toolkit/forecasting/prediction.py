@@ -31,7 +31,7 @@ from toolkit.forecasting.stages import build_pipeline
 from toolkit.forecasting.timing import checkpoint_stall, communication, operations, step_time
 from toolkit.models import ModelSpec, describe
 from toolkit.transforms.adapters import check_quantized
-from toolkit.transforms.checkpointing import FASTEST
+from toolkit.transforms.checkpointing import FASTEST_FIRST
 
 
 @by_name
@@ -259,7 +259,7 @@ def fastest_checkpointing(job: Job, machine: Hardware, **options: Any) -> Job | 
         StrategyError: for an engine without a forecast.
     """
     check_forecast(job.engine)
-    for policy in FASTEST:
+    for policy in FASTEST_FIRST:
         with contextlib.suppress(ToolkitError):
             strategy = dataclasses.replace(job.strategy, activation_checkpointing=policy)
             other = resolution.resolve(strategy, job.train_config, job.spec, job.ranks, job.device)

@@ -107,7 +107,7 @@ def schedule_record(played: Played) -> dict[str, Any]:
     return {"length": played.length, "idle": list(played.idle), "actions": actions_of(played)}
 
 
-COLUMNS = "stage rank layers weights equal_slots forward backward in_flight peak idle"
+STAGE_COLUMNS = "stage rank layers weights equal_slots forward backward in_flight peak idle"
 
 
 def stages_table(pipeline: Mapping[str, Any], picture: str = "", ran: Mapping[str, Any] | None = None) -> Table:
@@ -129,7 +129,7 @@ def stages_table(pipeline: Mapping[str, Any], picture: str = "", ran: Mapping[st
     ]
     if pipeline["within_step"]:
         notes.append(f"Ranks share states between steps: {pipeline['within_step']}.")
-    columns = [name.replace("_", " ") for name in COLUMNS.split()]
+    columns = [name.replace("_", " ") for name in STAGE_COLUMNS.split()]
     if ran:
         columns, share = [*columns, "idle, measured"], sum(ran["idle"]) / len(ran["idle"])
         notes.append(f"Measured: ranks spent {share:.1%} of the median step outside forward and backward.")

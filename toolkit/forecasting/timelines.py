@@ -22,7 +22,7 @@ from toolkit.forecasting.memory import all_steps, replay_ranks, traced
 from toolkit.forecasting.prediction import build_forecast, resolve_request
 from toolkit.models import ModelSpec
 
-MEASURED = "measured total"
+MEASURED_TOTAL = "measured total"
 """The part of a picture with a run's measured bytes."""
 
 Point = tuple[float, float | None]
@@ -66,7 +66,7 @@ class Timeline(Result):
         for phase, parts in self.parts.items():
             rows.append(Bar(label=phase, parts={part: parts[part] for part in PARTS if parts.get(part)}))
             if self.measured and phase in self.measured:
-                rows.append(Bar(label="measured", parts={MEASURED: self.measured[phase]}))
+                rows.append(Bar(label="measured", parts={MEASURED_TOTAL: self.measured[phase]}))
         title = f"{self.forecast.model}, {self.forecast.strategy.label}: the highest moment of each phase"
         phase_bars = bars(rows, title=title, limit=self.forecast.limit_bytes, limit_label="a rank has")
         lines, names = self._course_points()

@@ -16,7 +16,7 @@ from toolkit.devices.machine import Hardware
 from toolkit.engines.job import Job
 from toolkit.engines.played import Played
 from toolkit.engines.records import SCHEDULE, Transfer
-from toolkit.engines.roofline import MEMORY, other_seconds, peak_speed, product_seconds
+from toolkit.engines.roofline import MEMORY_SHARE, other_seconds, peak_speed, product_seconds
 from toolkit.engines.states import snapshot_bytes
 from toolkit.engines.traces import Segment
 
@@ -117,7 +117,7 @@ def step_time(
     states = max(engine.expected_state(job, rank).optimizer or 0 for rank in engine.simulated_ranks(job))
     moved = job.optimizer.passes * states // len(job.optimizer.states)
     if job.strategy.offload == "none":
-        optimizer = moved / (card.memory * 1e9 * MEMORY)
+        optimizer = moved / (card.memory * 1e9 * MEMORY_SHARE)
     else:
         optimizer = moved * min(job.ranks, machine.count) / (card.host_memory * 1e9)
     took = dict.fromkeys(("forward", "backward", "nothing"), 0.0)
@@ -171,7 +171,7 @@ def _bandwidth(link: str, job: Job, machine: Hardware, card: GPUSpec) -> float:
     """
     sizes = job.parallelism
     if link == "memory":
-        return card.memory * 1e9 * MEMORY
+        return card.memory * 1e9 * MEMORY_SHARE
     if link == "host":
         host_link = card.host
     elif link == "ring":

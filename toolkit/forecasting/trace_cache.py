@@ -24,7 +24,7 @@ from toolkit.core import background
 from toolkit.core.cache import cache_file, keep, recall
 from toolkit.core.errors import ModelError, StrategyError, value_or
 from toolkit.engines.traces import LayerStack, Trace, TraceConfig
-from toolkit.forecasting.lengths import GRID, interpolated
+from toolkit.forecasting.lengths import TRACED_LENGTHS, interpolated
 from toolkit.models import ModelSpec
 from toolkit.models.files import first_line
 
@@ -118,8 +118,8 @@ def recall_trace(spec: ModelSpec, config: TraceConfig, batch: int, seq_len: int)
 
 def _add_background_work(spec: ModelSpec, configs: Sequence[TraceConfig], batches: Sequence[int], seq_len: int) -> None:
     """Let the background trace other lengths and batches, in the order in which the next question is likely."""
-    longest = spec.max_positions or GRID[-1]
-    lengths = [length for length in GRID if length <= longest and length != seq_len]
+    longest = spec.max_positions or TRACED_LENGTHS[-1]
+    lengths = [length for length in TRACED_LENGTHS if length <= longest and length != seq_len]
     lengths = [seq_len, *sorted(lengths, key=lambda length: abs(math.log(length / seq_len)))]
     others = [batch for batch in range(1, EXACT + 1) if batch not in batches]
     wishes = [

@@ -40,7 +40,7 @@ from toolkit.launcher.targets import (
     write_function,
 )
 from toolkit.models import ModelSpec
-from toolkit.run_folder.folder import CLAIM, RUNS, Folder, check_new, claim, new_path
+from toolkit.run_folder.folder import CLAIM, RUNS_FOLDER, Folder, check_new, claim, new_path
 from toolkit.run_folder.run_json import read_run_json
 from toolkit.run_folder.run_lock import RUN_DIR, SUPERVISOR, TOKEN, is_lock, new_token, sign
 from toolkit.run_folder.status import Progress
@@ -95,7 +95,7 @@ def launch(
     ranks = choose_ranks([strategy_], machine, processes)
     resolve(strategy_, options["train_config"], None, ranks, machine.device)
     check_new(run_dir)
-    path = expand_user(run_dir) if run_dir else new_path(RUNS, strategy_.sharding)
+    path = expand_user(run_dir) if run_dir else new_path(RUNS_FOLDER, strategy_.sharding)
     with claim(path, resume=False, token=new_token(), wait=CLAIM_SECONDS) as folder:
         words = ["--run-dir", str(path), "--processes", str(ranks)]
         if recipe:
@@ -280,14 +280,14 @@ def attach(path: str | Path) -> Run:
         RunError: for a folder without a run.
     """
     folder = expand_user(path)
-    if not folder.exists() and (Path(RUNS) / folder).exists():
-        folder = Path(RUNS) / folder  # as `runs()` names it
+    if not folder.exists() and (Path(RUNS_FOLDER) / folder).exists():
+        folder = Path(RUNS_FOLDER) / folder  # as `runs()` names it
     if not is_lock(folder / "lock"):
         read_run_json(folder)
     return Run(folder)
 
 
-def runs(root: str | Path = RUNS) -> Runs:
+def runs(root: str | Path = RUNS_FOLDER) -> Runs:
     """Return the runs under `root`, the newest first."""
     place = expand_user(root)
     places = {path.parent for path in place.glob("*/run.json")}

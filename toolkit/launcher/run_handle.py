@@ -48,7 +48,7 @@ _LOG = 16 * 2**20
 LINE_SECONDS = 10.0
 """Seconds between two lines without a terminal."""
 
-_POLL = 0.25
+_REFRESH_SECONDS = 0.25
 """Seconds: a bar moves four times a second at most."""
 
 views: list[Callable[[Run], Callable[[float], object] | None]] = []
@@ -235,7 +235,7 @@ class Run(Result):
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (alive := self.alive) and time.monotonic() <= deadline:
             update()
-            time.sleep(_POLL)
+            time.sleep(_REFRESH_SECONDS)
         update()
         return not alive
 

@@ -31,7 +31,7 @@ STEP_SECONDS = 20.0
 FAILED_SECONDS = 4.0
 """Seconds in which other ranks have to end after one has failed."""
 
-_POLL = 0.2
+_LAUNCHER_POLL = 0.2
 
 
 class Stopped(Exception):
@@ -123,7 +123,7 @@ class _Attempt:
             self._end_the_failed()
             if self.watch and self._failed_at is None and not self.stop.again:
                 self.watch.look()
-            time.sleep(_POLL)
+            time.sleep(_LAUNCHER_POLL)
         return code
 
     def _on_stop_signal(self) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from toolkit.core.phases import observe, phase
-from toolkit.measurement.window import STEPS, Measured, Window
+from toolkit.measurement.window import MEASURED_STEPS, Measured, Window
 
 NOTE = "toolkit-note/"
 """Name prefix of one-byte allocations, at which the profiler records the allocator's total."""
@@ -160,7 +160,7 @@ class CpuWindow(Window):
             return
         self._steps += 1
         self._recording.note(f"step/{self._steps}")
-        if self._steps == STEPS:
+        if self._steps == MEASURED_STEPS:
             self.close()
 
     def close(self) -> None:

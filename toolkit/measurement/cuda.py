@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from toolkit.core.phases import observe
-from toolkit.measurement.window import STEPS, Measured, Window
+from toolkit.measurement.window import MEASURED_STEPS, Measured, Window
 
 
 class CudaWindow(Window):
@@ -46,7 +46,7 @@ class CudaWindow(Window):
         self.device = max(filter(None, (used, self.device)), default=None)
 
     def step_done(self, step: int) -> None:
-        if len(self.live) < STEPS and (live := self._sample()) is not None:
+        if len(self.live) < MEASURED_STEPS and (live := self._sample()) is not None:
             self.live.append(live)
             self._read_device_bytes()
 

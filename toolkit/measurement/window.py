@@ -16,7 +16,7 @@ from toolkit.core.phases import PHASES, phase
 from toolkit.core.units import KiB, format_bytes
 from toolkit.engines.records import StateMemory
 
-STEPS = 3
+MEASURED_STEPS = 3
 """Optimizer steps that are measured: the first creates the moments, the third is like all that follow."""
 
 

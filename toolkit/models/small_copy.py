@@ -28,8 +28,6 @@ FIXED = {
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 """Parts of the names of rates: each rank draws masks and noise of its own."""
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
 
 def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     """Return a transformers config of the model's class with few layers and a hidden size from 64 on.
@@ -74,11 +72,13 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     for name, value in FIXED.items():
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, value)
+    if getattr(text, "qk_rope_head_dim", None) and getattr(text, "head_dim", None):  # the heads that are rotated
+        text.head_dim = text.qk_rope_head_dim
     if getattr(text, "mamba_d_head", None):
         text.mamba_d_head = (
             getattr(text, "mamba_d_ssm", None) or text.mamba_expand * text.hidden_size
         ) // text.mamba_n_heads
-    for name in EXPERTS:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if getattr(text, name, None):
             setattr(text, name, min(getattr(text, name), ceil_div(8, ep) * ep))
             text.num_experts_per_tok = min(text.num_experts_per_tok, 2)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _EXPERT_NAMES = {
     "mixtral": ("gate", "w1", "w2", "w3"),
@@ -63,7 +63,7 @@ def mixture(name: str, module: PreTrainedModel, figures: Mapping[str, Any], rout
         return None
     first = routed[0].block.get_submodule(routed[0].experts[0].rpartition(".")[2])
     fused = [parameter.shape[0] for parameter in first.parameters() if parameter.dim() == 3]
-    counts = [value for key in _EXPERTS if isinstance(value := figures.get(key), int)]
+    counts = [value for key in _EXPERT_COUNTS if isinstance(value := figures.get(key), int)]
     experts = max(counts, default=fused[0] if fused else len(list(first.children())))
     if experts < 2:
         return None

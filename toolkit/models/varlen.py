@@ -144,7 +144,7 @@ def _mask(attention_mask: Tensor | None = None, allow_is_causal_skip: bool = Tru
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Fields of a config with the dropout of attention, which `varlen` does not have."""
 
-COUNTS, WINDOW = re.compile(r"heads$|experts$|layers$|group"), re.compile(r"sliding_window$|chunk_size$")
+COUNT_FIELDS, WINDOW_FIELDS = re.compile(r"heads$|experts$|layers$|group"), re.compile(r"sliding_window$|chunk_size$")
 """Fields of a config with counts, which do not change, and with the length of attention windows."""
 
 FIRST, TOKENS, LARGE = 10, 24, 64
@@ -252,9 +252,9 @@ def small_config(spec: ModelSpec) -> Any:
                 result[name] = [value[index] for index in layers]
             elif our_name in ("num_hidden_layers", "num_layers"):
                 result[name] = len(layers)
-            elif WINDOW.search(our_name) and value:
+            elif WINDOW_FIELDS.search(our_name) and value:
                 result[name] = FIRST // 2  # so that it matters
-            elif isinstance(value, int) and value >= LARGE and not COUNTS.search(our_name):
+            elif isinstance(value, int) and value >= LARGE and not COUNT_FIELDS.search(our_name):
                 result[name] = value // factor
             else:
                 result[name] = value

@@ -145,7 +145,7 @@ def explore(
 PREFETCH = "from toolkit.notebook.explorer import prefetch; prefetch()"
 """The program of the child process."""
 
-PAUSE = 1.0
+PREFETCH_DELAY = 1.0
 """Seconds before it begins: a control that still moves makes the state out of date."""
 
 
@@ -176,7 +176,7 @@ def prefetch() -> None:
     die_with_parent(int(sys.argv[1]))
     os.nice(19)
     kind, state = pickle.load(sys.stdin.buffer)
-    time.sleep(PAUSE)
+    time.sleep(PREFETCH_DELAY)
     for length in lengths_ahead(kind, state):
         with contextlib.suppress(ToolkitError):
             VIEWS[kind][0](state.but(seq_len=length))

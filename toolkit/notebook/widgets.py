@@ -22,7 +22,7 @@ GROUPS = {"": "", "first": "The first", "second": "Against"}
 MOMENT = 0.4
 """Seconds after which a person wonders whether anything happens."""
 
-TRACING = (
+TRACING_NOTE = (
     "Computed once, then kept. A model that is traced takes some seconds, a large one with an adapter half a minute."
 )
 
@@ -96,7 +96,7 @@ class Panel:
         """Show a note, and call `waits`, if an answer takes longer than a moment."""
 
         def note() -> None:
-            self.announce(TRACING, waits=True)
+            self.announce(TRACING_NOTE, waits=True)
             waits()
 
         late = threading.Timer(MOMENT, note)

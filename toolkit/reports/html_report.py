@@ -32,7 +32,7 @@ ABOUT = (
 WIDE = 4
 """Columns above which a table scrolls on a small screen."""
 
-GENERATOR = markup('<meta name="generator" content="accelerate-toolkit">')
+REPORT_MARK = markup('<meta name="generator" content="accelerate-toolkit">')
 """The line in its head by which a page is known as a report."""
 
 
@@ -50,7 +50,7 @@ class Report(RunRecord, Result):
         name = self.path.absolute().name
         parts = [(part, *_html_parts(part)) for part in self.sections]
         values = {"name": name, "status": self.status, "figures": figures(self), "sections": parts}
-        return redact(render("report", mark=GENERATOR, **values) + "\n")
+        return redact(render("report", mark=REPORT_MARK, **values) + "\n")
 
     def write(self, path: str | Path | None = None) -> Path:
         """Write the page, whole or not at all; `report.html` in the run's folder, where no other place is named.
@@ -146,7 +146,7 @@ def reported(path: Path) -> Iterator[None]:
 def _is_report(path: Path) -> bool:
     try:
         with open_regular(path) as file:
-            return GENERATOR.encode() in file.read(1000)
+            return REPORT_MARK.encode() in file.read(1000)
     except OSError:
         return False
 

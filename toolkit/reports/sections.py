@@ -41,7 +41,7 @@ OUTCOMES = (
 )  # fmt: skip
 """Fields that are always shown; others appear if they differ from their defaults."""
 
-ROWS, MOST_FIGURES, CELL = 200, 12, 1_000
+TABLE_ROWS, MOST_FIGURES, CELL = 200, 12, 1_000
 """The most rows of a table, figures of `tk.log` in it, and characters of a cell."""
 
 SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -51,7 +51,7 @@ SPELLINGS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 """Figures of a step that have columns, each with its title."""
 
-KNOWN = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
+STEP_FIELDS = frozenset({*(field.name for field in dataclasses.fields(Step)), "attempt", "samples", "steps"})
 """The recipe's figures of a step."""
 
 
@@ -91,10 +91,10 @@ def sections_of(run: RunRecord) -> list[Section]:
 
 
 def _bounded(table: Table) -> Table:
-    """Return a table of at most `ROWS` rows, with short cells: a folder may have been written by anybody."""
+    """Return a table of at most `TABLE_ROWS` rows, with short cells: a folder may have been written by anybody."""
     rows = [*table.rows]
-    notes = [f"{ROWS} of {len(rows):,} rows are shown."] if len(rows) > ROWS else []
-    shown = (table.columns, table.notes[:ROWS], *rows[:ROWS])
+    notes = [f"{TABLE_ROWS} of {len(rows):,} rows are shown."] if len(rows) > TABLE_ROWS else []
+    shown = (table.columns, table.notes[:TABLE_ROWS], *rows[:TABLE_ROWS])
     lines = ([shorten(str(cell), CELL) for cell in line] for line in shown)
     columns, own, *cells = lines
     return replace(table, columns=columns, rows=cells, notes=[*own, *notes])
@@ -301,7 +301,7 @@ def _steps(run: RunRecord) -> Table:
     """Return loss, norm, learning rate and speed where the steps have them, and other figures of `tk.log`."""
     last = run.steps[-1]
     spellings = {name: spelling for name, spelling in SPELLINGS.items() if name in last}
-    spellings |= {name: (name, "{:.4g}".format) for name in [name for name in last if name not in KNOWN][:MOST_FIGURES]}
+    spellings |= {key: (key, "{:.4g}".format) for key in [key for key in last if key not in STEP_FIELDS][:MOST_FIGURES]}
 
     def cell(event: Mapping[str, Any], name: str, spell: Callable[[float], str]) -> str:
         if name not in event or _is_counted(event):

@@ -20,7 +20,7 @@ from toolkit.core.redaction import redact_all
 from toolkit.run_folder.run_json import no_run, read_run_json
 from toolkit.run_folder.run_lock import hold, is_lock, role, run_token, sign
 
-RUNS = "runs"
+RUNS_FOLDER = "runs"
 """The default folder of runs."""
 
 CLAIM = "TOOLKIT_RUN_CLAIM"
@@ -184,7 +184,7 @@ class Folder:
             if not foreign_files(self.path):
                 shutil.rmtree(self.path, ignore_errors=shared)
         with contextlib.suppress(OSError):  # where it was the only run
-            if self.path.parent == Path(RUNS):
+            if self.path.parent == Path(RUNS_FOLDER):
                 self.path.parent.rmdir()
 
     def __enter__(self) -> Folder:
@@ -265,7 +265,7 @@ def check_new(path: str | Path | None) -> None:
     """
     if path is not None:
         refuse_old(expand_user(path))
-    check_place(RUNS if path is None else path)
+    check_place(RUNS_FOLDER if path is None else path)
 
 
 def check_place(path: str | Path) -> None:

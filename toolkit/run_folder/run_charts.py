@@ -15,7 +15,7 @@ SMALL = 380
 SMALL_POINTS = 100
 """Points of a line in a small picture."""
 
-WEIGHT = 0.9
+DECAY = 0.9
 """The share of the smoothed loss that comes from the steps before."""
 
 
@@ -61,7 +61,7 @@ def experts_table(steps: Sequence[Mapping[str, Any]]) -> Table | None:
     )
 
 
-FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...] = (
+CHARTED_FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...] = (
     ("loss", lambda event: event.get("loss"), "{:,.4g}"),
     ("tokens/s", speed, "{:,.0f}"),
     ("learning rate", lambda event: event.get("lr"), "{:.3g}"),
@@ -84,7 +84,7 @@ def smoothed(points: Iterable[Point]) -> list[Point]:
     mean = share = 0.0
     for place, value in points:
         if value is not None:
-            mean, share = WEIGHT * mean + (1 - WEIGHT) * value, WEIGHT * share + 1 - WEIGHT
+            mean, share = DECAY * mean + (1 - DECAY) * value, DECAY * share + 1 - DECAY
         result.append((place, mean / share if value is not None else None))
     return result
 
@@ -97,7 +97,7 @@ def run_pictures(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, log: bool =
         log: logarithmic axes for the loss and the gradient norm.
     """
     pictures = []
-    for figure, value, form in FIGURES:
+    for figure, value, form in CHARTED_FIGURES:
         lines = {name: [(float(event["step"]), value(event)) for event in steps] for name, steps in runs.items()}
         if not any(number is not None for points in lines.values() for _, number in points):
             continue

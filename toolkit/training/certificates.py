@@ -27,7 +27,7 @@ from toolkit.engines.resolution import resolve
 from toolkit.models import ModelSpec, describe
 from toolkit.models.small_copy import shrink
 from toolkit.training.preflight import Preflight
-from toolkit.training.small_run import GRADIENT, SAID, SEQ_LEN, STEPS
+from toolkit.training.small_run import GRADIENT, GUARD_STEPS, SAID, SEQ_LEN
 
 SAME = ("precision", "activation_checkpointing", "loss")
 """Fields that every small run has alike."""
@@ -79,7 +79,7 @@ class Certificate(Result):
                 columns=("figure", "difference", "at most"),
                 rows=rows,
                 notes=(
-                    f"{STEPS} steps of a copy of {self.layers} layers, hidden size {self.hidden}, {self.seconds:.0f} s",
+                    f"{GUARD_STEPS} steps of a copy of {self.layers} layers, hidden size {self.hidden}, {self.seconds:.0f} s",
                 ),
             )
         ]

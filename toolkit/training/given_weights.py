@@ -17,7 +17,7 @@ from toolkit.models.hf_loading import first_names
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 2**16
+SUM_SIZE = 2**16
 """Elements that are summed at once: it takes about 1 MB."""
 
 MOST_SUMMED = 2**31
@@ -108,9 +108,9 @@ def value_sum(tensor: torch.Tensor, dtype: str, *, in_order: bool = False) -> in
 
     kind: torch.dtype = getattr(torch, dtype)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, chunk in enumerate(torch.split(tensor.reshape(-1), CHUNK)):
+    for number, chunk in enumerate(torch.split(tensor.reshape(-1), SUM_SIZE)):
         bits = bits_of(chunk.to(kind))
         if in_order:
-            bits = bits * torch.arange(number * CHUNK + 1, number * CHUNK + 1 + len(bits), device=bits.device)
+            bits = bits * torch.arange(number * SUM_SIZE + 1, number * SUM_SIZE + 1 + len(bits), device=bits.device)
         total += bits.sum(dtype=torch.int64)
     return int(total)

@@ -21,7 +21,7 @@ WHOLE_SHAPES = ("Adafactor", "Muon", "Shampoo", "SM3", "LBFGS", "Lamb", "LARS", 
 LOADED = "_toolkit_loaded"
 """The attribute of a model that `toolkit.load` has made. Copies have it, too."""
 
-ADDED: dict[str, tuple[Any, ...]] = {
+ADDED_BY_LOAD: dict[str, tuple[Any, ...]] = {
     "loss": ("auto", "whole"),
     "mlp_tiles": ("none",),
     "activation_offload": (False,),
@@ -44,7 +44,7 @@ def check_model(job: Job, model: torch.nn.Module) -> None:
 
 
 def check_requested(strategy: Strategy, model: torch.nn.Module, resolved: Strategy | None = None) -> None:
-    """Refuse a model without what `toolkit.load` adds on request: context-parallel attention, an adapter, compiled layers, `ADDED`.
+    """Refuse a model without what `toolkit.load` adds: context-parallel attention, an adapter, compiled layers, `ADDED_BY_LOAD`.
 
     Args:
         strategy: as requested, with its `auto`s.
@@ -56,7 +56,7 @@ def check_requested(strategy: Strategy, model: torch.nn.Module, resolved: Strate
     recomputes = any(
         getattr(each, "gradient_checkpointing", False) or "CheckpointWrapper" in type(each).__name__ for each in modules
     )
-    for name, without in ADDED.items() if trained and not any(LOADED in vars(each) for each in modules) else ():
+    for name, without in ADDED_BY_LOAD.items() if trained and not any(LOADED in vars(each) for each in modules) else ():
         value, fix = getattr(strategy, name), "Make it with tk.load(accelerator)"
         if value in without or getattr(resolved or strategy, name) in without:
             continue

@@ -32,7 +32,7 @@ from toolkit.training.preparation import audit as audit_prepared
 from toolkit.training.run_log import count_steps, log
 from toolkit.training.setup import TIMEOUT, agree, launched
 
-FIGURES: Mapping[str, str] = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "eval_loss": "eval_loss"}
+TRAINER_FIGURES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "eval_loss": "eval_loss"}
 """Trainer's names of what a run shows → the toolkit's."""
 
 
@@ -94,7 +94,7 @@ class AuditCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> Any:
         """Show Trainer's figures in the run's view and report."""
-        figures = {FIGURES[name]: value for name, value in (logs or {}).items() if name in FIGURES}
+        figures = {TRAINER_FIGURES[name]: value for name, value in (logs or {}).items() if name in TRAINER_FIGURES}
         if figures and logs is not self._logged:  # a script may have added a second callback
             AuditCallback._logged = logs
             log(state.global_step, steps=state.max_steps, **figures)

@@ -45,7 +45,7 @@ from toolkit.models.chat_template import spell_remarks
 from toolkit.models.hf_loading import auto_class, load_tokenizer, quiet_bars
 from toolkit.training.setup import check_trackers
 from toolkit.transforms.adapters import check_quantized, require_libraries
-from toolkit.transforms.checkpointing import FASTEST
+from toolkit.transforms.checkpointing import FASTEST_FIRST
 
 LIBRARIES = ("accelerate-toolkit", "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes")
 """Libraries. `run.json` records their versions."""
@@ -266,7 +266,7 @@ def choose_transforms(
     options = _forecast_options(preflight, run_config)
     if strategy.loss == "auto":
         # The policy that is tried first below: its trace is needed anyway.
-        first = FASTEST[-1 if strategy.activation_offload else 0]
+        first = FASTEST_FIRST[-1 if strategy.activation_offload else 0]
         policy = first if strategy.activation_checkpointing == "auto" else strategy.activation_checkpointing
         job = _with_loss(preflight.job, policy, masked=not options["one_document"])
         strategy = dataclasses.replace(strategy, loss=job.strategy.loss)

@@ -38,7 +38,7 @@ from toolkit.engines.timeouts import limit_all, pg_timeout
 from toolkit.exporters import format_versions, save, try_save, verify
 from toolkit.exporters.generation import SAMPLE_TOKENS, answer, encode
 from toolkit.forecasting.stages import schedule_record
-from toolkit.measurement.window import STEPS
+from toolkit.measurement.window import MEASURED_STEPS
 from toolkit.run_folder.folder import Folder
 from toolkit.run_folder.heartbeat import Beat
 from toolkit.run_folder.run_json import read_run_json
@@ -310,7 +310,7 @@ class RankRun:
 
     def may_read_late(self, step: int) -> bool:
         """Return whether the numbers of a step may be read when the next one runs: not while memory is measured."""
-        return self.machine.device.kind == "cuda" and step > STEPS and self._audit is not None
+        return self.machine.device.kind == "cuda" and step > MEASURED_STEPS and self._audit is not None
 
     def on_step_begin(self, step: int) -> None:
         """Note in the heartbeat that a step begins."""

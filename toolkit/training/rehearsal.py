@@ -29,9 +29,9 @@ from toolkit.engines.resolution import resolve
 from toolkit.forecasting import Forecast
 from toolkit.forecasting.prediction import forecast_job
 from toolkit.models import ModelSpec, describe
-from toolkit.training.small_run import OTHERS, SAID
+from toolkit.training.small_run import ENV_NAMES, SAID
 
-REFUSED = {
+NO_REHEARSAL = {
     "ddp": "torch's DDP waits for the sums that other ranks send",
     **dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeed needs the other ranks"),
 }
@@ -141,7 +141,7 @@ def forecast_rank(job: Job, machine: Hardware, rank: int) -> Forecast:
 
 
 def _refuse(job: Job, rank: int) -> None:
-    strategy, why = job.strategy, REFUSED.get(job.strategy.sharding, "")
+    strategy, why = job.strategy, NO_REHEARSAL.get(job.strategy.sharding, "")
     if not 0 <= rank < job.ranks:
         raise StrategyError(f"rank {rank}: expected 0 to {job.ranks - 1}.")
     if job.ranks == 1:
@@ -168,7 +168,7 @@ def _joined(job: Job, rank: int, measured: Mapping[str, Any], forecast: Forecast
 
 def _run_child(request: Mapping[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-P", "-c", f"from toolkit.training.rehearsed_rank import main; main({os.getpid()})"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_NAMES)}
     place = {"RANK": request["rank"], "WORLD_SIZE": request["ranks"], "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environ)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-SENT: dict[str, Callable[[int], float]] = {
+SENT_FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "allgather": lambda ranks: ranks - 1,
     "reducescatter": lambda ranks: (ranks - 1) / ranks,
@@ -37,11 +37,11 @@ def counting_sent() -> Any:
             if any(issubclass(kind, DTensor) for kind in types):
                 return NotImplemented  # its local tensors come next
             space, _, name = func._schema.name.partition("::")
-            kind = next((each for each in SENT if name.replace("_", "").startswith(each)), None)
+            kind = next((each for each in SENT_FACTORS if name.replace("_", "").startswith(each)), None)
             if space in ("c10d", "_c10d_functional") and kind:
                 given = args[1] if space == "c10d" and kind in OUTPUT_FIRST else args[0]
                 size = sum(each.nbytes for each in tree_leaves(given))
-                self.by_collective[kind] += round(SENT[kind](_ranks(tree_leaves(args))) * size)
+                self.by_collective[kind] += round(SENT_FACTORS[kind](_ranks(tree_leaves(args))) * size)
             return func(*args, **(kwargs or {}))
 
     return Counting()  # type: ignore[no-untyped-call]

@@ -29,10 +29,10 @@ from toolkit.training.preparation import prepare, prepared
 from toolkit.training.setup import accelerator as make
 from toolkit.training.setup import seed_everything
 
-STEPS, ROWS, SEQ_LEN = 2, 4, 32
+GUARD_STEPS, GUARD_ROWS, SEQ_LEN = 2, 4, 32
 """Steps; rows of a micro-batch over all ranks, at least, and their tokens. A step has two micro-batches for each stage's rank."""
 
-OTHERS = ("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+ENV_NAMES = ("ACCELERATE_", "FSDP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 """What variables of another launcher begin with."""
 
 ALONE: dict[str, Any] = {"tp": 1, "tp_sequence": False, "cp": 1, "ep": 1, "pp": 1, "pp_stages_per_rank": None}
@@ -56,7 +56,7 @@ def _rows(vocab: int, micros: int, rows: int, dp_rank: int, dp_size: int, joined
     """Yield a rank's micro-batches; each row has another number of labels, and two documents where they are `joined`."""
     import torch
 
-    for step in range(STEPS):
+    for step in range(GUARD_STEPS):
         ids = torch.randint(3, vocab, (micros * rows, SEQ_LEN), generator=torch.Generator().manual_seed(step))
         labels = ids.clone()
         for row in range(len(ids)):
@@ -84,7 +84,7 @@ def _train(folder: str, strategy: Strategy, work: Work, ranks: int, rank: int) -
     spec = replace(describe(folder), tp_plan=plan)  # unchecked: a small copy may lack what a rule names
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
     config = TrainConfig(
-        steps=STEPS, micro_batch=rows // dp_size, accumulation=micros, seq_len=SEQ_LEN, warmup=0, lr=1.0
+        steps=GUARD_STEPS, micro_batch=rows // dp_size, accumulation=micros, seq_len=SEQ_LEN, warmup=0, lr=1.0
     )
     accelerator = make(strategy, config, spec)
     accelerator.print = lambda *_: None
@@ -183,7 +183,7 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     if strategy.adapter != "none":
         _draw_both_halves()
     dp_size = ranks // (strategy.tp * strategy.cp * strategy.pp)
-    work = (2 * strategy.pp, dp_size * ceil_div(ROWS, dp_size), strategy.cp > 1, request["tp_plan"])
+    work = (2 * strategy.pp, dp_size * ceil_div(GUARD_ROWS, dp_size), strategy.cp > 1, request["tp_plan"])
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         random_model(folder, AutoConfig.for_model(values.pop("model_type"), **values))
@@ -216,7 +216,7 @@ def main(parent: int) -> None:
     """Read a request from standard input, and print the differences as JSON. All ranks end with the process `parent`."""
     die_with_parent(parent)
     skip_last_collection()
-    for name in [name for name in os.environ if name.startswith(OTHERS)]:
+    for name in [name for name in os.environ if name.startswith(ENV_NAMES)]:
         del os.environ[name]
     with contextlib.redirect_stdout(sys.stderr):
         answer = _run(json.load(sys.stdin))

@@ -25,7 +25,7 @@ from toolkit.engines.records import Prepared, on_device
 from toolkit.engines.upstream import patched
 from toolkit.forecasting import Forecast
 from toolkit.measurement import Memory
-from toolkit.measurement.window import STEPS
+from toolkit.measurement.window import MEASURED_STEPS
 from toolkit.training.loading import load
 from toolkit.training.loop import Step, train
 from toolkit.training.optimizers import make_optimizer, make_schedule
@@ -86,7 +86,7 @@ class StepProfile(Result):
     def seconds(self) -> float:
         """The median step after the memory window, which slows its own steps; of all steps in a shorter profile."""
         seconds = [step.seconds for step in self.steps]
-        return statistics.median(seconds[STEPS:] or seconds)
+        return statistics.median(seconds[MEASURED_STEPS:] or seconds)
 
     @property
     def losses(self) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolkit.core.units import ceil_div
 from toolkit.engines.deferred import defer, end_deferral
-from toolkit.engines.simulation import NESTED_BLOCK, PIECE, QUANT_BLOCK
+from toolkit.engines.simulation import NESTED_BLOCK, PACKED_AT_ONCE, QUANT_BLOCK
 from toolkit.engines.states import persistent_buffers
 from toolkit.models import ModelSpec
 from toolkit.models.files import SAFETENSORS_DTYPES
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Shapes = Mapping[str, tuple[int, ...]]
 
-PACKED = "uint8"
+PACKED_DTYPE = "uint8"
 """The dtype of a weight that the files hold packed in 4 bits."""
 
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
@@ -225,7 +225,7 @@ class StreamedWeights:
 
         storage, kind = self._packing["storage"], self._packing["kind"]
         data = torch.empty(ceil_div(math.prod(shape), 2 * storage.itemsize), 1, dtype=storage, device=self._device)
-        if self._entry(name).dtype == PACKED:
+        if self._entry(name).dtype == PACKED_DTYPE:
             scales, offset, nested = self._read_packed(name, data)
         else:
             exact = self._pack(name, dtype, data, transposed)
@@ -269,7 +269,7 @@ class StreamedWeights:
             if transposed:
                 weight = weight.T
             *experts, rows, columns = weight.shape
-            step = max(QUANT_BLOCK, PIECE // columns // QUANT_BLOCK * QUANT_BLOCK)
+            step = max(QUANT_BLOCK, PACKED_AT_ONCE // columns // QUANT_BLOCK * QUANT_BLOCK)
             # Experts that are fused in the file, too, are whole blocks each.
             for *expert, start in itertools.product(*map(range, experts), range(0, rows, step)):
                 piece = weight[*expert, start : start + step]
@@ -289,7 +289,7 @@ def _source(files: Mapping[str, Any], model: PreTrainedModel, name: str, shape: 
         if not layout.keys() <= files.keys():
             continue
         if (state := f"{next(iter(layout))}.quant_state.bitsandbytes__nf4") in files:
-            return Source([*layout], PACKED, shape) if _is_known(files[state].get_tensor(state), shape) else None
+            return Source([*layout], PACKED_DTYPE, shape) if _is_known(files[state].get_tensor(state), shape) else None
         slices = [files[tensor].get_slice(tensor) for tensor in layout]
         dtypes = {SAFETENSORS_DTYPES.get(part.get_dtype(), "") for part in slices}
         shapes = [tuple(part.get_shape()) for part in slices]

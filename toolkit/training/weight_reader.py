@@ -184,7 +184,7 @@ def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
     """Return a parameter of which this rank has other rows than its part; None if all are right.
 
     transformers 5.23 slices a file's tensor by the parameter's placements and converts the slice: a slice of joined matrices is
-    no joint of their slices.
+    no joint of their slices, except where a plan packs just these (gate and up of experts) and splits each one.
     """
     tensor: Any
     targets = [[re.sub(r"\\\d", ".*", target) for target in each.target_patterns] for each in conversions]
@@ -192,22 +192,29 @@ def _misread(model: nn.Module, conversions: list[Any]) -> str | None:
         if not hasattr(tensor, "_local_tensor"):
             continue
         places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        divided = {getattr(place, "dim", None) for place, ranks in places if ranks > 1} - {None}
+        divided = {
+            place.dim % tensor.ndim: getattr(place, "split_factor", 1)
+            for place, ranks in places
+            if ranks > 1 and hasattr(place, "dim")
+        }
         for conversion, patterns in zip(conversions, targets, strict=True):
+            packed = {dim for dim, matrices in divided.items() if matrices == len(conversion.source_patterns) > 1}
             if any(re.search(pattern, name) for pattern in patterns) and any(
-                _moves(step, divided, tensor.ndim) for step in getattr(conversion, "operations", ())
+                _moves(step, set(divided), packed, tensor.ndim) for step in getattr(conversion, "operations", ())
             ):
                 return name
     return None
 
 
-def _moves(step: Any, divided: set[Any], dimensions: int) -> bool:
+def _moves(step: Any, divided: set[int], packed: set[int], dimensions: int) -> bool:
     """Return whether a step of a conversion puts other rows into a rank's slice than the whole tensor has there.
 
-    Unknown steps do.
+    Unknown steps do. `packed`: the divided dimensions of which a rank has a part of each of the matrices in the files.
     """
     kind = type(step).__name__
-    if kind in ("Concatenate", "Interleave"):
+    if kind == "Concatenate":
+        return step.dim % dimensions in divided - packed
+    if kind == "Interleave":
         return step.dim % dimensions in divided
     if kind == "Transpose":
         return bool({step.dim0 % dimensions, step.dim1 % dimensions} & divided)

@@ -14,10 +14,10 @@ from toolkit.models.structure import module_lists
 if TYPE_CHECKING:
     import torch
 
-FASTEST = ("none", "selective", "attention", "full")
+FASTEST_FIRST = ("none", "selective", "attention", "full")
 """Policies in the order of their steps' time: each recomputes more, and keeps less, than the one before."""
 
-PRODUCTS = {"mm", "addmm", "gemm_4bit", "_grouped_mm", "grouped_mm_fallback"}
+PRODUCT_OPERATORS = {"mm", "addmm", "gemm_4bit", "_grouped_mm", "grouped_mm_fallback"}
 """Names of operators that multiply rows by a weight."""
 
 
@@ -87,7 +87,7 @@ def _contexts(products: bool, hidden: int, rank: int) -> Any:
         name = str(operator)
         if "attention" in name or "_attn" in name:
             return True
-        if not products or PRODUCTS.isdisjoint(name.split(".")):
+        if not products or PRODUCT_OPERATORS.isdisjoint(name.split(".")):
             return False
         if ".gemm_4bit." in name:
             outside, inside = arguments[2]

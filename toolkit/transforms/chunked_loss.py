@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from toolkit.core.errors import StrategyError
 from toolkit.core.units import ceil_div
 from toolkit.engines.job import Job, Transform
-from toolkit.engines.losses import CHUNK, HEAD_CALL, HeadCall
+from toolkit.engines.losses import GPU_CHUNK, HEAD_CALL, HeadCall
 from toolkit.engines.registry import register_transform
 
 if TYPE_CHECKING:
     import torch
 
-ROWS, FEW = 256, 1024
-"""Tokens of a chunk on a CPU; half as many for micro-batches of less than `FEW`, in which a chunk would outweigh whole logits."""
+CPU_CHUNK, FEW_TOKENS = 256, 1024
+"""Tokens of a chunk on a CPU; half as many for micro-batches of less than `FEW_TOKENS`, in which a chunk would outweigh whole
+logits."""
 
-ADDED = 256
+ADDED_ROWS = 256
 """Rows of a weight's gradient in bf16 that are added at once on a CPU."""
 
 BLOCK = 32
@@ -79,8 +80,8 @@ def _rows(job: Job) -> int:
     """Return the tokens of a chunk: one number for a job, so that its memory is linear in the tokens."""
     tokens = job.train_config.micro_batch * ceil_div(job.train_config.seq_len, job.strategy.cp)
     if job.device.kind != "cpu":
-        return CHUNK
-    return ROWS if tokens >= FEW else ROWS // 2
+        return GPU_CHUNK
+    return CPU_CHUNK if tokens >= FEW_TOKENS else CPU_CHUNK // 2
 
 
 def _refuse(what: str) -> NoReturn:
@@ -164,7 +165,7 @@ class ChunkedHead:
         elsewhere = (labels != targets + first).float()
         biases = [each for each in (bias, getattr(self.model, "final_logits_bias", None)) if each is not None]
         # Where ranks share the vocabulary, each block has collectives of its own.
-        block = BLOCK if rows < CHUNK and group is None else rows
+        block = BLOCK if rows < GPU_CHUNK and group is None else rows
         narrow = None if _by_onednn(x) else weight.new_empty(rows, part)
         wide = None if weight.dtype == torch.float32 else elsewhere.new_empty(rows, part)
         log_p, columns = x.new_empty(size, 1, dtype=torch.float32), elsewhere.new_empty(3, block, 1)
@@ -185,7 +186,7 @@ class ChunkedHead:
             if product is not None and dw is not None:
                 torch.mm(slope.t(), given, out=product)
                 # A CPU adds another dtype by way of an fp32 copy, so a few rows at a time.
-                step = ADDED if rows < CHUNK else part
+                step = ADDED_ROWS if rows < GPU_CHUNK else part
                 for start_row in range(0, part, step):
                     dw[start_row : start_row + step].add_(product[start_row : start_row + step])
             elif dw is not None:

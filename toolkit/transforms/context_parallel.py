@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ROWS = "cp_rows"
+WHOLE_ROWS = "cp_rows"
 """The keyword argument of the model and of its attention with the whole rows."""
 
 FILLERS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
@@ -130,7 +130,7 @@ class ContextParallel(Transform):
         bounds, rows.keys = rows.documents(parts) if joined and not traced else ({}, None)
         taken = {name: batch[name][:, part] for name in FILLERS if name in batch and name != "attention_mask"}
         rest = {name: value for name, value in batch.items() if name not in ("attention_mask", *BOUNDS)}
-        return {**rest, **taken, **bounds, "position_ids": positions[:, part], ROWS: rows}
+        return {**rest, **taken, **bounds, "position_ids": positions[:, part], WHOLE_ROWS: rows}
 
     def communication(self, job: Job) -> list[Transfer]:
         """Return what a rank sends of a micro-batch: for each layer in the forward, its recomputation and the backward."""
@@ -201,7 +201,7 @@ def _refuse(what: str, fix: str, cp: int | None = None) -> NoReturn:
 
 def _check_rows(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Refuse a model with an attention of its own, which ignores the rows."""
-    if ROWS in kwargs and not kwargs[ROWS].uses.calls:
+    if WHOLE_ROWS in kwargs and not kwargs[WHOLE_ROWS].uses.calls:
         _refuse(
             f"needs attention by transformers' interface, which {type(model).__name__} does not use", "Leave out --cp."
         )
@@ -244,7 +244,7 @@ def _attention(
     Takes and returns what transformers' attention does, of this rank's tokens: [b, heads, s / cp, d], and [b, s / cp, heads, d].
     Without rows (generation, and the logits of an export's check) the tokens are whole rows.
     """
-    rows: Rows | None = kwargs.pop(ROWS, None)
+    rows: Rows | None = kwargs.pop(WHOLE_ROWS, None)
     inner = _kernel(kernel, module)
     if rows is None:
         if module.training:

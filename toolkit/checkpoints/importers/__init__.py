@@ -34,7 +34,7 @@ _WHOLE_NAMES = frozenset(_WHOLE_FILES) | {f"{name}.index.json" for name in _WHOL
 """Files of a folder with a whole state dict."""
 
 
-_OTHERS = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_[1-9]\d*(?:\.safetensors|\.bin)?")
+_OTHER_MODELS = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_[1-9]\d*(?:\.safetensors|\.bin)?")
 """Accelerate's names of a second model."""
 
 _RANK_FILE = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
@@ -84,7 +84,7 @@ def _opener(folder: Path, root: Path) -> Callable[[], Weights] | None:
             f"{folder / split} is one rank's part, without a layout of all parts: expected SHARDED_STATE_DICT "
             "through torch.distributed.checkpoint, or FULL_STATE_DICT. Save it again as one of these."
         )
-    others = [name for name in files if _OTHERS.fullmatch(name)]
+    others = [name for name in files if _OTHER_MODELS.fullmatch(name)]
     if others:
         raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give a folder with one.")
     name = next(name for name in _WHOLE_FILES if name in files or f"{name}.index.json" in files)
@@ -104,7 +104,7 @@ def _latest_folder(folder: Path, pointer: Path) -> Path:
             f"{pointer} names {tag!r}: expected a folder next to it, written by DeepSpeed's save_checkpoint. "
             "Copy that folder there, or give it itself."
         )
-    others = sorted(name for name in names if _OTHERS.fullmatch(name))
+    others = sorted(name for name in names if _OTHER_MODELS.fullmatch(name))
     if others:
         raise CheckpointError(f"{folder} holds several models, {others[0]} among them. Give the folder of one.")
     return folder / tag

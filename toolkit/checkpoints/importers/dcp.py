@@ -39,7 +39,7 @@ METADATA_FILE = ".metadata"
 HOLES = 1000
 """The most holes between sorted chunks of a tensor; a sharded tensor has a few."""
 
-_MODEL = "model"
+_LEVEL = "model"
 """The level of a state dict under which Accelerate, and most users of DCP, put the model."""
 
 
@@ -111,7 +111,7 @@ def _model_names(stored: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] |
 
     where = {key: tuple((paths or {}).get(key, (key,))) for key, record in stored.items() if is_tensor(record)}
     where = {key: path for key, path in where.items() if path and all(isinstance(part, str) for part in path)}
-    names = {key: ".".join(path[path.index(_MODEL) + 1 :]) for key, path in where.items() if _MODEL in path[:-1]}
+    names = {key: ".".join(path[path.index(_LEVEL) + 1 :]) for key, path in where.items() if _LEVEL in path[:-1]}
     return names or {key: path[0] for key, path in where.items() if len(path) == 1}
 
 

@@ -49,7 +49,7 @@ WITHOUT_EFFECT = (
 )
 """Keys with the same training whatever their value: what is printed, who computes Adam, pinned memory, the export."""
 
-FIXED: Mapping[str, Any] = {
+FIXED_VALUES: Mapping[str, Any] = {
     "fp16.auto_cast": False,
     "fp16.loss_scale": 0,
     "fp16.hysteresis": 2,
@@ -111,7 +111,7 @@ CHOICES: Mapping[str, Mapping[Any, dict[str, Any]]] = {
 Refuse = Callable[[str, str], StrategyError]
 """Takes a key and what is expected, and returns the error to raise."""
 
-_KNOWN_KEYS = (*CHOICES, *NUMBER_KEYS, *FIXED, *WITHOUT_EFFECT, "optimizer.params.betas", "train_batch_size")
+_KNOWN_KEYS = (*CHOICES, *NUMBER_KEYS, *FIXED_VALUES, *WITHOUT_EFFECT, "optimizer.params.betas", "train_batch_size")
 
 
 def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def read_config(path: str | Path, ranks: int | None = None) -> dict[str, Any]:
         raise refuse(
             given[0], f"{DEFAULT_LIVE:.0e}, or the same value of {next(key for key in LIVE_KEYS if key not in given)}"
         )
-    for key, only in FIXED.items():
+    for key, only in FIXED_VALUES.items():
         if not any(_same(keys.get(key), word) for word in (*OPEN, only)):
             raise refuse(key, json.dumps(only))
     betas = keys.get("optimizer.params.betas")

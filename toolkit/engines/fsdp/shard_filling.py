@@ -14,7 +14,7 @@ from toolkit.engines.upstream import patched
 if TYPE_CHECKING:
     import torch
 
-PACKED = ("Params4bit", "Int8Params")
+BNB_TYPES = ("Params4bit", "Int8Params")
 """bitsandbytes' classes of parameters."""
 
 
@@ -41,7 +41,7 @@ def filling(job: Job, model: Any) -> Iterator[None]:
             return upstream(accelerator, model)
         # Packed weights that are read whole are on every rank, with constants that belong to their memory.
         named = model.named_parameters()
-        own = {name: each.data for name, each in named if name not in untouched and type(each).__name__ not in PACKED}
+        own = {key: each.data for key, each in named if key not in untouched and type(each).__name__ not in BNB_TYPES}
         _to_meta(model, own.keys() | untouched.keys())
         model = upstream(accelerator, model)
         fill_shards(weights, untouched, model, own, job.settings["offload"])
@@ -61,7 +61,7 @@ def _to_meta(model: torch.nn.Module, names: Container[str]) -> None:
     for name, parameter in model.named_parameters():
         if name in names:
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            packed = type(parameter).__name__ in PACKED
+            packed = type(parameter).__name__ in BNB_TYPES
             kind, options = (type(parameter), parameter.__dict__) if packed else (torch.nn.Parameter, {})
             moved[id(parameter)] = kind(empty, requires_grad=parameter.requires_grad, **options)
     for module in model.modules():

@@ -281,7 +281,7 @@ def parts_of(tensor: Any, group: str) -> int:
     """Return over how many ranks of a `tp` or `ep` group a DTensor is split; 1 where each holds it whole."""
     names = tensor.device_mesh.mesh_dim_names or ()
     place = names.index(group) if group in names else None
-    return tensor.device_mesh.size(place) if place is not None and tensor.placements[place].is_shard() else 1
+    return tensor.device_mesh.size(place) if place is not None and not tensor.placements[place].is_replicate() else 1
 
 
 def _fully_shard(job: Job, model: Any, mesh_manager: Any, *_: Any) -> Any:

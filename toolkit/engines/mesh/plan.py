@@ -27,6 +27,12 @@ ROWWISE = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 """A weight that each rank holds whole. Its gradient is summed over the ranks."""
 GATHERED = "colwise_gather_output"
+PACKED, INSIDE = "packed_colwise", "moe_tp_experts"
+"""Splits fused experts inside, each of the matrices that are packed in one; and the module with them, its output is a sum."""
+LATENT = "mla_kv_a_proj"
+"""A whole product for all heads: a latent that others split, and the keys' rotary part, of which gradients are summed."""
+LOCAL = "local_params"
+"""A module with bare parameters that are split, such as attention's sinks. Its forward sees the rank's part of them."""
 EXPERTS = "grouped_gemm"
 """Splits fused experts by their first dimension, over the ranks of an expert-parallel group."""
 ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
@@ -92,7 +98,8 @@ def refuse(job: Job) -> None:
 def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
     """Refuse more ranks than the rows of a matrix that tp and FSDP both divide: transformers reads no empty part of one."""
     tp, ranks, plan = job.parallelism.tp, job.parallelism.shard_size, plan_of(spec, job.parallelism)
-    rows = {each.name: ceil_div(each.shape[0], tp) for each in spec.parameters if style_of(each.name, plan) in COLWISE}
+    split = (each for each in spec.parameters if split_dimension(each, plan) is not None)
+    rows = {each.name: local_shape(each, plan, tp, 0)[0] for each in split}
     name = min(rows, key=rows.__getitem__, default="")
     if name and ceil_div(rows[name], ranks) * (ranks - 1) >= rows[name]:
         raise StrategyError(
@@ -139,23 +146,27 @@ def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
 def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
     """Yield why a model cannot be split, each with a fix."""
     tp, divides = sizes.tp, (*COLWISE, *ROWWISE)
-    styles = (*divides, SUMMED)
-    plan = {name: style for name, style in plan_of(spec, sizes).items() if name not in spec.ep_plan}
+    styles = (*divides, SUMMED, PACKED, INSIDE, LATENT, LOCAL)
+    plan = {name: style for name, style in plan_of(spec, sizes).items() if sizes.ep == 1 or name not in spec.ep_plan}
     odd = [f"{name!r} has style {style!r}" for name, style in plan.items() if style not in styles]
     halves = [group for group in spec.tied if 0 < sum(style_of(name, plan) in divides for name in group) < len(group)]
     half = " and ".join(halves[0]) if halves else ""
+    bare = sizes.ep == 1 and not spec.own_tp_plan and not any("*" in name for name in spec.tp_plan)
     selects = any(spec.config.get("activation_sparsity_pattern") or ()) and any(".mlp." in name for name in plan)
     for refused, reason in (
-        (spec.moe is not None and sizes.ep == 1, f"it has experts, which run with --ep {tp}"),
         (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
         (spec.own_tp_plan and not spec.tp_plan, "your tp_plan has no rules, so nothing would be split"),
-        (not spec.tp_plan, "transformers has no tensor-parallel plan for it"),
+        (bare, "transformers has no tensor-parallel plan for its layers"),
         (selects, "its MLP selects activations by their mean over the whole MLP"),
         (half, f"its plan splits one of {half}, which are tied, and leaves the other whole"),
         (odd, f"in its plan {''.join(odd[:1])}, and only {', '.join(styles)} are known"),
     ):
         if refused:
             yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
+    for parameter in spec.parameters:
+        if style_of(parameter.name, plan) == PACKED and (width := parameter.shape[-2] // 2) % tp:
+            fits = [size for size in range(2, width + 1) if width % size == 0]
+            yield f"{tp} does not divide the {width} columns of its experts. Choose --tp {fits[0]}, or --ep."
     if not any(style != SUMMED and ATTENTION.search(name) for name, style in plan.items()):
         return  # all ranks compute all heads, from the same random numbers
     keys = spec.config.get("num_key_value_heads")
@@ -207,7 +218,9 @@ def split_dimension(parameter: Parameter | State, plan: Mapping[str, str]) -> in
     style = style_of(parameter.name, plan)
     if style in (*COLWISE, EXPERTS):
         return 0
-    return 1 if style in ROWWISE and len(parameter.shape) == 2 else None
+    if style == PACKED:
+        return len(parameter.shape) - 2
+    return len(parameter.shape) - 1 if style in ROWWISE and len(parameter.shape) > 1 else None
 
 
 def local_shape(parameter: Parameter, plan: Mapping[str, str], tp: int, tp_rank: int, ep: int = 1) -> tuple[int, ...]:
@@ -301,6 +314,8 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
         elif style in ROWWISE:
             summed += times * tokens * shape[0] * compute
             gathered += tokens * shape[1] * compute if style != ROWWISE[0] else 0  # gradients of the whole input
+        elif style == LATENT:
+            backward += tokens * spec.config["qk_rope_head_dim"] * compute
         elif style == "embedding_rowwise":
             summed += tokens * shape[1] * widest
         elif style in COLWISE:  # products of one module take one input
@@ -320,6 +335,10 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
             summed += repeated * tokens * rank * compute
         elif style is not None:  # the half that is split is gathered
             gathered += repeated * rank * shape[0 if style in COLWISE else 1] * widest
+    if spec.moe is not None and tp > 1:
+        for module, reads in _experts_inside(spec, plan).items():
+            summed += (repeated if reads else 1) * tokens * spec.hidden * widest
+            taken[module, spec.hidden] = tokens * (spec.hidden * widest + spec.moe.active * BYTES_OF["float32"])
     if inputs:  # the stream is split once and gathered once, too
         scattered += (repeated + 1) * sum(inputs.values()) + 2 * tokens * spec.hidden * widest
     backward += sum(taken.values())
@@ -350,9 +369,16 @@ def _last_sums(spec: ModelSpec, plan: Mapping[str, str]) -> set[str]:
     needed = {
         layer[1]
         for name in (parameter.name for parameter in spec.parameters)
-        if (layer := LAYER.match(name)) and (NORM_BEHIND.search(name) or style_of(name, plan) == EXPERTS)
+        if (layer := LAYER.match(name)) and (NORM_BEHIND.search(name) or style_of(name, plan) in (EXPERTS, PACKED))
     }
     return {name for layer, name in last.items() if layer not in needed}
+
+
+def _experts_inside(spec: ModelSpec, plan: Mapping[str, str]) -> dict[str, bool]:
+    """Return the modules of which each rank has a part of every expert, and whether the backward needs what is computed behind."""
+    names = [parameter.name for parameter in spec.parameters]
+    modules = {name.rpartition(".")[0] for name in names if style_of(name, plan) == PACKED}
+    return {each: any(name.startswith(each.replace("experts", "shared_expert")) for name in names) for each in modules}
 
 
 def _expert_transfers(job: Job, spec: ModelSpec, rows: float) -> list[Transfer]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,21 +43,24 @@ class Anatomy:
         return [-1] * (module in self.before) + [self.count] * (module in self.after)
 
 
+_ANATOMIES: dict[str, Anatomy] = {}
+
+
 def name_in_spec(name: str) -> str:
     """Return the name in the bare model: of a parameter that an adapter has moved, and of the one that an adapter's belongs to."""
     return re.sub(r"\.(base_layer|lora_\w+\.default)(?=\.)", "", name.removeprefix("base_model.model."))
 
 
 def anatomy_of(spec: ModelSpec) -> Anatomy:
-    """Return the anatomy of a model, read once for each spec.
+    """Return the anatomy of a model, read once for each config: a stage's spec and a rank's have that of the whole model.
 
     Raises:
         StrategyError: for a model that does not pass its hidden states from layer to layer, naming what does not fit.
     """
-    cache: dict[str, Anatomy] = vars(spec).setdefault("_anatomy", {})
-    if "" not in cache:
-        cache[""] = _read(spec)
-    return cache[""]
+    key = json.dumps(
+        [spec.architecture, spec.kind, spec.frozen, spec.runs_code, spec.config], sort_keys=True, default=str
+    )
+    return _ANATOMIES.get(key) or _ANATOMIES.setdefault(key, _read(spec))
 
 
 def _refuse(spec: ModelSpec, why: str) -> StrategyError:

@@ -21,7 +21,7 @@ For each token and hidden unit of a layer, each token and row of the head, and e
 of a Llama and a BLOOM in bf16 (hidden 1,024, 2,048 tokens).
 """
 
-KEPT = 34
+KEPT_BYTES = 34
 """Bytes that a layer keeps for each token and hidden unit of a micro-batch in half precision (Korthikanti et al. 2022, equation 2,
 without the attention scores)."""
 
@@ -172,7 +172,7 @@ class _Sizes:
         own = 2 * weight + moments if job.strategy.adapter == "none" else BYTES_OF[job.compute_dtype]
         self._of_element = own / job.parallelism.tp  # weight, gradient and moments; frozen ones have the first alone
         tokens, half = config.micro_batch * config.seq_len, BYTES_OF[job.compute_dtype]
-        kept = 1 + (KEPT / 2 - 1) * (1 - job.strategy.recomputed_share)
+        kept = 1 + (KEPT_BYTES / 2 - 1) * (1 - job.strategy.recomputed_share)
         self._of_layer = kept * half * tokens * job.spec.hidden
         self._stages, self._job = stages, job
         flight = max(config.accumulation, stages)

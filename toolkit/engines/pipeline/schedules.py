@@ -25,7 +25,7 @@ NOT_SHARDED: dict[str, str] = {
 }
 """Why others do not."""
 
-SUPPORTED: dict[str, tuple[tuple[str, ...], str]] = {
+PIPELINE_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "adapter": (("none", "lora", "dora"), "packed weights are no parts of a stage yet"),
     "offload": (("none",), "a stage's states would have to come back between two micro-batches"),
     "precision": (("bf16", "fp32", "bf16_pure"), "the stages would have to agree on a loss scale"),
@@ -50,7 +50,7 @@ def refuse(job: Job) -> None:
             f"sharding {strategy.sharding!r} does not run with pp {pp}: {why}. Choose sharding {' or '.join(DATA_PARALLEL)}, or "
             "--pp 1."
         )
-    for name, (choices, why) in SUPPORTED.items():
+    for name, (choices, why) in PIPELINE_VALUES.items():
         value = getattr(strategy, name)
         if value not in choices:
             raise StrategyError(

@@ -13,7 +13,7 @@ from toolkit.engines.pipeline.actions import orders
 from toolkit.engines.pipeline.anatomy import anatomy_of, held, name_in_spec, places_of
 from toolkit.engines.pipeline.sharding import sharded
 from toolkit.engines.pipeline.walk import Walk, group_of, hidden_bytes
-from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Played, play
+from toolkit.engines.played import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Played, play
 from toolkit.engines.records import SCHEDULE, Transfer
 from toolkit.engines.simulation import Simulation, blas_workspaces
 from toolkit.engines.states import optimizer_bytes, parameters_of
@@ -139,7 +139,7 @@ class SimulatedPipeline(Engine):
         for stage, (forward, backward) in enumerate(times):
             # The first stage runs its backward whole, in the second part.
             half = backward / 2 if stage else 0.0
-            parts = {FORWARD: forward, BACKWARD: backward, INPUT: half, WEIGHT: backward - half}
+            parts = {FORWARD: forward, BACKWARD: backward, BACKWARD_INPUT: half, BACKWARD_WEIGHT: backward - half}
             named |= {(kind, stage): seconds for kind, seconds in parts.items()}
         return play(orders(job), named, send, after)
 

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.played import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from toolkit.engines.played import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.pipelining import PipelineStage
 
-KEPT = 9
+KEPT_STEPS = 9
 """Steps that a rank keeps: a few, so that one which something else disturbed is not the one that is shown."""
 
 
@@ -23,7 +23,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         """Start without a step."""
         self._device = device
-        self._steps: deque[list[tuple[Action, Any, Any]]] = deque(maxlen=KEPT)
+        self._steps: deque[list[tuple[Action, Any, Any]]] = deque(maxlen=KEPT_STEPS)
 
     def begin_step(self) -> None:
         """Begin the next step."""
@@ -31,7 +31,7 @@ class Stopwatch:
 
     def time(self, stage: PipelineStage) -> None:
         """Time the actions of a stage: its own methods, without the transfers before and after them."""
-        for name, kind in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", WEIGHT)):
+        for name, kind in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", BACKWARD_WEIGHT)):
             call = getattr(stage, f"{name}_one_chunk")
             setattr(stage, f"{name}_one_chunk", self._timed(call, kind, stage.stage_index))
 
@@ -39,7 +39,7 @@ class Stopwatch:
         def run(micro: int, *args: Any, **options: Any) -> Any:
             begin = self._now()
             result = call(micro, *args, **options)
-            action = Action(kind if options.get("full_backward", True) else INPUT, stage, micro)
+            action = Action(kind if options.get("full_backward", True) else BACKWARD_INPUT, stage, micro)
             self._steps[-1].append((action, begin, self._now()))
             return result
 

@@ -12,7 +12,7 @@ from toolkit.engines.job import Job
 from toolkit.engines.ledger import Ledger
 from toolkit.engines.pipeline.anatomy import Anatomy, anatomy_of, name_in_spec
 from toolkit.engines.pipeline.sharding import sharded
-from toolkit.engines.played import FORWARD, INPUT, Action
+from toolkit.engines.played import BACKWARD_INPUT, FORWARD, Action
 from toolkit.engines.traces import Segment
 
 
@@ -87,9 +87,9 @@ class Walk:
             return
         self._ledger.enter("backward")
         if action.stage not in self._for_weights:
-            if action.kind != INPUT:  # the first stage runs its backward whole, in the second part
+            if action.kind != BACKWARD_INPUT:  # the first stage runs its backward whole, in the second part
                 self._walk_backward(action, backward, folded)
-        elif action.kind == INPUT:
+        elif action.kind == BACKWARD_INPUT:
             self._walk_inputs(action.stage, forward, folded)
         else:
             self._walk_weights(action.stage, backward, folded)
