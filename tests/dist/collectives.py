@@ -20,6 +20,25 @@ PASSED_ON = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators that send nothing."""
 
 
+class Logits(TorchDispatchMode):
+    """Notes the most rows of a tensor of logits over the whole vocabulary, of those that this rank's operators take or give."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.rows = vocab, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensors come next
+        given = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves((args, kwargs, given)):
+            if type(each) is torch.Tensor and each.shape[-1:] == (self.vocab,):  # no fake one, of DTensor's dispatch
+                self.rows = max(self.rows, each.numel() // self.vocab)
+        return given
+
+
 class Collectives(TorchDispatchMode):
     """Counts those of tensors with two or more dimensions in groups of `ranks`: activations and matrices, and no sums of steps."""
 

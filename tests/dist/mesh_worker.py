@@ -175,7 +175,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     batches = loader(spec.vocab, start, cell["upto"], dp_rank, dp_size, rows_are, accumulation)
     if saver and start in cell.get("saves", ()):  # what was read, as this strategy writes it
         saver.save(start)
-    called = collectives.Collectives(ours.job.ranks)
+    called, logits = collectives.Collectives(ours.job.ranks), collectives.Logits(spec.vocab)
     copied: list[list[str]] = []  # by each forward of a stage, to the device
     to_device, forwards, audits = stages.to_device, [], []
 
@@ -183,7 +183,8 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         copied.append(sorted(columns))
         return to_device(columns, device)
 
-    with called if cell.get("counts") else contextlib.nullcontext(), patched(stages, to_device=copy):
+    watched = called if cell.get("counts") else logits if cell.get("logits") else contextlib.nullcontext()
+    with watched, patched(stages, to_device=copy):
         for step in train(ours, batches, schedule, start=start):
             steps.append([step.loss, step.grad_norm, step.tokens])
             loads.append(step.experts)
@@ -206,6 +207,7 @@ def run(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if dp_size == 1:
         measured["ragged"] = evaluate(ours, ragged(loader(spec.vocab, 7, 8, 0, 1, rows_are)))
     measured["calls"], measured["sent"] = called.number, called.bytes
+    measured["logits"] = gather_object([logits.rows])
     measured["read"] = gather_object([sum(read)])
     measured["transfers"] = [(each.what, each.size * each.times) for each in ours.job.communication()]
     layers = (module for module in ours.model.modules() if type(module).__name__.removeprefix("FSDP") in spec.blocks)

@@ -23,7 +23,15 @@ pytestmark = pytest.mark.dist
 SMALL = {"seq_len": 32, "micro_batch": 1, "memory_window": False, "save": False}
 
 
-def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> None:
+LITTLE_MEMORY = """
+import psutil
+memory = psutil.virtual_memory
+psutil.virtual_memory = lambda: memory()._replace(total=2**27, available=2**27)
+"""
+"""Read by every interpreter that starts with its folder on its path: a machine with less memory than a rank needs."""
+
+
+def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     # Launched by a process that ends: the run must not end with it.
     program = (
@@ -58,8 +66,16 @@ def test_a_run_is_launched_watched_stopped_found_and_resumed(tmp_path: Path) -> 
     steps = run.progress.step
     assert (folder / f"checkpoints/step-{steps:08d}/manifest.json").exists()
 
-    again = tk.resume(run, steps=steps + 2).wait()
+    # On a smaller machine, too, it keeps what was chosen before its first step; a new `auto` chooses another.
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "sitecustomize.py").write_text(LITTLE_MEMORY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "small"), prepend=os.pathsep)
+    again = tk.resume(run, steps=steps + 1).wait()
     assert (again.status, again.strategy.activation_checkpointing) == ("finished", "none")
+    assert "attention: sdpa; activation checkpointing: none;" in again.logs(0)
+    again = tk.resume(run, steps=steps + 2, activation_checkpointing="auto").wait()
+    assert (again.status, again.strategy.activation_checkpointing) == ("finished", "full")
+    assert "activation checkpointing: full, none leaves 5% of a rank's memory by the forecast" in again.logs(0)
     assert list(again.metrics["step"] if hasattr(again.metrics, "columns") else []) == list(range(1, steps + 3))
     assert again.message == ""
     assert tk.attach(folder).status == "finished"

@@ -85,6 +85,12 @@ def test_it_holds_what_the_rank_of_a_real_run_holds(spec: ModelSpec, tmp_path: P
     assert real["backward"] - head <= alone["backward"] <= 1.02 * real["backward"]
 
 
+def test_a_vocabulary_of_any_size_is_rehearsed(tmp_path: Path) -> None:
+    """A few hundred words: no tokenizer of ours has so few."""
+    few = describe(str(tiny.llama(tmp_path / "llama", **{**tiny.DENSE, **WIDE, "vocab_size": 300})))
+    assert 0.98 <= rehearse(few, Strategy(sharding="fsdp"), BATCH, ranks=4, rank=3).ratio <= 1.02
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "rank", "words"),
     [

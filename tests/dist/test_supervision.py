@@ -17,7 +17,7 @@ import programs
 import psutil
 import pytest
 import tiny
-from programs import ROOT, environment, python, until
+from programs import ROOT, environment, gone, python, until
 
 from toolkit import report
 from toolkit.checkpoints import list_checkpoints
@@ -126,6 +126,26 @@ def hang_then_stop(run: Running) -> None:
     run.process.send_signal(signal.SIGTERM)
 
 
+def stop_and_resume(run: Running) -> None:
+    """Ctrl-C; the resumed run is stopped, too, after some steps."""
+    run.process.send_signal(signal.SIGINT)
+    _, said = run.process.communicate(timeout=300)
+    assert run.process.returncode == 130, said
+    done = len(run.events)
+    words = ("-m", "toolkit.cli", "resume", str(run.path))
+    run.process = programs.start(*words, env=environment(run.path.parent / "fault", FAULT="slow"))
+    until(lambda: len(run.events) >= done + 4, alive=run.process)
+    run.process.send_signal(signal.SIGTERM)
+
+
+def kill_later(run: Running) -> None:
+    """Rank 1, after more steps than `stop_and_resume` leaves to a run. Rank 0, which needs it, ends before its time-out."""
+    until(lambda: len(run.events) >= 30, alive=run.process)
+    waiting = psutil.Process(read_beats(run.path / "logs")[0].pid)
+    at_rank(signal.SIGKILL)(run)
+    gone([waiting], TIMEOUT)
+
+
 def until_rank_1_waits(run: Running) -> None:
     """For rank 0, as its heartbeat says."""
     until(lambda: read_beats(run.path / "logs")[1].phase == "wait", 60, alive=run.process)
@@ -161,6 +181,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
     plan: dict[str, tuple[Callable[[Running], None], tuple[str, ...]]] = {
         "silent": (hang_then_stop, ("slow", "--pp", "2", "--no-guard", *TWO, "--save-every", "2", "--restarts", "3")),
         "behind": (at_rank(signal.SIGUSR1), ("slow", "--tp", "2", "--no-guard", *TWO)),
+        "stopped": (stop_and_resume, ("slow", "--tp", "2", "--no-guard", *TWO)),
+        "killed": (kill_later, ("slow", "--tp", "2", "--no-guard", *TWO)),
         "raised": (at_rank(signal.SIGUSR2), ("slow", "--sharding", "ddp", *TWO)),
         "memory": (nothing, ("limited", "--sharding", "ddp", "--processes", "2", *memory, "--on-oom", "shrink")),
         "alone": (at_all(signal.SIGINT), ("slow", "--processes", "1", "--save-seconds", "0", "--seq-len", "32", *LONG)),
@@ -178,7 +200,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running
 
     try:
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(run, ("disk", "silent", "behind", "memory", "raised", "bare", "alone")))
+            list(pool.map(run, ("disk", "silent", "stopped", "behind", "killed", "memory", "raised", "bare", "alone")))
         yield running
     finally:
         for run in running.values():
@@ -191,7 +213,7 @@ def attempts(run: Running) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("name", ["silent", "behind", "raised", "memory", "alone", "bare", "disk"])
+@pytest.mark.parametrize("name", ["silent", "stopped", "behind", "killed", "raised", "memory", "alone", "bare", "disk"])
 def test_nothing_is_left_of_a_run(runs: dict[str, Running], name: str) -> None:
     assert runs[name].left == []
     assert not list((runs[name].path / "checkpoints").glob(".step-*"))
@@ -267,7 +289,15 @@ def test_a_stop_publishes_the_step_that_was_done(runs: dict[str, Running]) -> No
 
 @pytest.mark.parametrize(
     ("name", "status"),
-    [("silent", "stopped"), ("bare", "stopped"), ("behind", "failed"), ("raised", "failed"), ("memory", "finished")],
+    [
+        ("silent", "stopped"),
+        ("stopped", "stopped"),
+        ("bare", "stopped"),
+        ("behind", "failed"),
+        ("killed", "failed"),
+        ("raised", "failed"),
+        ("memory", "finished"),
+    ],
 )
 def test_the_report_says_how_a_run_ended(runs: dict[str, Running], name: str, status: str) -> None:
     """Accelerate's own launcher leaves no page, and its folder makes one."""
@@ -289,6 +319,26 @@ def test_a_rank_that_others_wait_for_is_named(runs: dict[str, Running]) -> None:
     assert str(run.path / "logs" / "rank-1.log") in run.err
     said = json.loads((run.path / "logs" / "rank-0.error.json").read_text())["message"]
     assert re.search("Timed out waiting|Application timeout", said), said  # whichever of gloo's waits is first
+
+
+def test_a_rank_of_a_tp_group_that_is_killed_ends_the_whole_run(runs: dict[str, Running]) -> None:
+    """In time: see `kill_later`."""
+    run = runs["killed"]
+    assert run.code == 1
+    assert re.match(r"toolkit: rank 1 was killed by SIGKILL .* It was .* step \d+\.", run.err), run.err
+
+
+def test_a_stopped_run_under_tp_resumes_to_the_same_losses(runs: dict[str, Running]) -> None:
+    """As those of the run that was killed later, which was never stopped."""
+    run = runs["stopped"]
+    first, second = attempts(run)
+    step = second["from_step"]
+    assert (first["from_step"], run.code) == (0, 143)
+    losses, expected = ({event["step"]: event["loss"] for event in each.events} for each in (run, runs["killed"]))
+    assert [event["attempt"] for event in run.events] == [0] * step + [1] * (len(losses) - step)
+    compared = sorted(losses.keys() & expected.keys())
+    assert compared[-1] >= step + 3
+    assert [losses[number] for number in compared] == [expected[number] for number in compared]
 
 
 def test_a_rank_that_raises_ends_the_whole_run(runs: dict[str, Running]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
+from mesh_worker import ACCUMULATION, ROWS, SEQ_LEN
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.dist
@@ -14,6 +15,9 @@ pytestmark = pytest.mark.dist
 LORA = {"adapter": "lora", "lora_rank": 4}
 TP = {**LORA, "tp": 2, "loss": "chunked"}
 DROPPED = {**LORA, "lora_dropout": 0.1}
+
+LARGE, SPLIT = 4099, {"untied": False, "tied": True}
+"""A vocabulary of which whole logits are by far the largest tensor, and models with one. No other size is equal to it."""
 
 LAYERS = "model.decoder.layers.*"
 PRODUCTS = {f"{LAYERS}.fc1": "colwise", f"{LAYERS}.fc2": "rowwise"}
@@ -40,6 +44,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.phi3(root / "phi3")
     tiny.opt(root / "opt")
     tiny.llama(root / "three", hidden_size=48, num_attention_heads=3, num_key_value_heads=3, attention_dropout=0.1)
+    for name, tied in SPLIT.items():
+        tiny.llama(root / name, vocab_size=LARGE, tie_word_embeddings=tied)
     tiny.qwen3(root / "heads", num_attention_heads=8, head_dim=8, vocab_size=257, tie_word_embeddings=True)
     return root
 
@@ -87,6 +93,11 @@ def gave(root: Path) -> Gave:
                 cell("three", "three", {"tp": 2}, plan=HALF, export="three-2"),
                 cell("phi3 whole", "phi3", {"tp": 2}, 12, into="phi3-2", saves=[2]),
                 cell("own", "llama", {"tp": 2}, own=True),
+                *(
+                    cell(f"{name} {loss}", name, {"tp": 2, "loss": loss}, 2, logits=True)
+                    for name in SPLIT
+                    for loss in ("chunked", "whole")
+                ),
             ],
         ),
         (
@@ -167,6 +178,13 @@ def test_a_rank_reads_its_part_alone(gave: Gave, count: int, name: str) -> None:
     size = (Path(gave[count, name]["cell"]["folder"]) / "model.safetensors").stat().st_size
     assert len(gave[count, name]["read"]) == count
     assert all(0.45 * size < read <= 0.55 * size for read in gave[count, name]["read"])
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_with_the_chunked_loss_no_rank_holds_whole_logits(gave: Gave, name: str) -> None:
+    """Nor the whole weight of the head. A single row of numbers is there, which the head returns in the place of logits."""
+    assert gave[2, f"{name} chunked"]["logits"] == [1, 1]
+    assert min(gave[2, f"{name} whole"]["logits"]) >= ROWS // ACCUMULATION * SEQ_LEN
 
 
 def test_dropout_drops(gave: Gave) -> None:

@@ -125,6 +125,11 @@ def test_bars_are_as_long_as_what_they_say() -> None:
     )
 
 
+def test_a_rank_without_any_memory_left_has_a_picture() -> None:
+    svg = bars([Bar(label="peak", parts={"parameters": 1 * MiB})], title="Peak", limit=0, limit_label="a rank has")
+    assert described(svg).endswith("The line marks the limit: a rank has 0 B.")
+
+
 def test_a_limit_far_away_does_not_shrink_the_bars() -> None:
     svg = bars([Bar(label="peak", parts={"parameters": 1 * MiB})], title="Peak", limit=64 * GiB)
     assert "limit 64.00 GiB: beyond the picture, less than 0.1% of it is used" in texts(svg)

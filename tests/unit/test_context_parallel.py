@@ -69,29 +69,34 @@ def job(config: Any = None, ranks: int = 4, train_config: TrainConfig | None = N
             },
             ("cp 2", "Qwen3NextForCausalLM has linear_attention", "Leave out --cp"),
         ),
+        (
+            {
+                "config": transformers.BambaConfig(
+                    **SHAPE, vocab_size=256, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32
+                )
+            },
+            ("cp 2", "BambaForCausalLM has layers BambaMixer with a state of their own. Leave out --cp"),
+        ),
+        (
+            {"config": transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)},
+            ("cp 2", "takes position_ids, and BloomForCausalLM does not. Leave out --cp"),
+        ),
     ],
-    ids=["compile", "ring", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4", "qwen3-next"],
-)
+    ids=[
+        "compile", "ring", "heads", "heads of tp", "fp16", "balance", "ranks", "t5", "mamba", "llama4", "qwen3-next", "bamba",
+        "bloom",
+    ],
+)  # fmt: skip
 def test_a_job_that_it_cannot_run_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(StrategyError) as refused:
         job(**fields)
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        (transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256), "position_ids"),
-        (transformers.GptOssConfig(**SHAPE, vocab_size=256, num_local_experts=2, head_dim=16), "GptOss"),
-        (
-            transformers.BambaConfig(**SHAPE, vocab_size=256, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32),
-            "has layers BambaMixer with a state of their own. Leave out --cp",
-        ),
-    ],
-    ids=["bloom", "gpt-oss", "bamba"],
-)
-def test_a_model_that_it_cannot_split_is_refused_by_the_forecast(config: Any, word: str) -> None:
-    with pytest.raises(StrategyError, match=word):
+def test_a_model_that_it_cannot_split_is_refused_by_the_forecast() -> None:
+    """Its attention alone tells."""
+    config = transformers.GptOssConfig(**SHAPE, vocab_size=256, num_local_experts=2, head_dim=16)
+    with pytest.raises(StrategyError, match="GptOss"):
         forecast(describe(config), Strategy(sharding="fsdp", cp=2), "4x cpu", TrainConfig(seq_len=64))
 
 

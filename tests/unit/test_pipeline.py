@@ -11,6 +11,7 @@ import torch.distributed.pipelining
 import transformers
 
 from toolkit import StrategyError, describe, forecast, plan
+from toolkit.cli import main
 from toolkit.config.strategy import PP_SCHEDULES, Strategy
 from toolkit.config.train_config import TrainConfig
 from toolkit.devices.machine import hardware
@@ -458,3 +459,11 @@ def test_the_idle_share_is_the_formula() -> None:
     assert idle_share(job(accumulation=4)) == pytest.approx(1 / 5)
     assert idle_share(job(accumulation=4, pp_schedule="interleaved")) == pytest.approx(1 / 9)
     assert idle_share(job(accumulation=1, pp_schedule="gpipe")) == pytest.approx(1 / 2)
+
+
+def test_default_rows_are_printed_once_beside_a_result(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not where rows are given. A refusal prints none (refused_commands.txt)."""
+    for flags, count in (([], 1), (["--accumulation", "2"], 0)):
+        assert main(["forecast", "--pp", "2", "--hardware", "2x cpu", *flags]) == 0
+        said = capfd.readouterr().err
+        assert said.count("pp 2: --micro-batch 1 --accumulation 4, so that all stages have work\n") == count, said

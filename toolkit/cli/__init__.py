@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from toolkit.cli.output import check_target, quiet, show
 from toolkit.cli.parser import build_parser, parse
-from toolkit.cli.planning_commands import add_other_devices
+from toolkit.cli.planning_commands import add_other_devices, print_rows
 from toolkit.core import background
 from toolkit.core.errors import ToolkitError
 from toolkit.core.process_lifecycle import collect_rarely
@@ -128,6 +128,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             works_on = arguments is None and flags.verb in TRACING_VERBS and background.enable()
             with quiet(flags.json), _noted(flags.verb):
                 result = flags.call(flags)
+                print_rows(flags)
             show(result, flags.json)
             if works_on:
                 sys.stdout.flush()

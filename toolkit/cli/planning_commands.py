@@ -28,9 +28,14 @@ def read(owner: type[Owner], flags: argparse.Namespace, values: Mapping[str, Any
 
 
 def read_batch(flags: argparse.Namespace, strategy: Strategy) -> TrainConfig:
-    """Return the TrainConfig of the flags, of which a pipeline's default rows become part."""
-    vars(flags).update(pipeline_rows(strategy.pp, given(flags, TrainConfig), say=True))
-    return read(TrainConfig, flags)
+    """Return the TrainConfig of the flags, with a pipeline's default rows (see `print_rows`)."""
+    flags.rows = strategy.pp, given(flags, TrainConfig)
+    return read(TrainConfig, flags, pipeline_rows(*flags.rows))
+
+
+def print_rows(flags: argparse.Namespace) -> None:
+    """Print a pipeline's default rows, once. Called behind the checks: a mistake stays one sentence."""
+    pipeline_rows(*vars(flags).pop("rows", (1,)), say=True)
 
 
 def doctor(flags: argparse.Namespace) -> Result:
@@ -63,13 +68,8 @@ def forecast(flags: argparse.Namespace) -> Result:
     options |= {"save": not flags.no_save, "num_checkpoints": int(not flags.no_checkpoints), "ranks": flags.processes}
     machine = hardware(flags.hardware, flags.host_memory)
     open_fields = {"sharding", "tp", "ep", "pp", "offload", "dp_replicate"}.isdisjoint(given(flags, Strategy))
-    if (
-        open_fields
-        and flags.expert_imbalance == 1
-        and not flags.against
-        and flags.processes is None
-        and machine.ranks > 1
-    ):
+    alone = flags.expert_imbalance == 1 and not flags.against and flags.processes is None
+    if open_fields and alone and machine.ranks > 1:
         return side_by_side(spec, strategy, machine, train_config, **options)
     if not flags.against:
         return forecast(spec, strategy, machine, train_config, **options)

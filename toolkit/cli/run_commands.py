@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cli.planning_commands import read, read_batch, strategies
+from toolkit.cli.planning_commands import print_rows, read, read_batch, strategies
 from toolkit.config.fields import from_dict
 from toolkit.config.flags import flag, given, spell, to_flags
 from toolkit.config.strategy import Strategy
@@ -45,10 +45,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     restart_policy = read(RestartPolicy, flags)
     if flags.plain:
         for name, value in PLAIN_FIELDS.items():
-            if getattr(flags, name) not in (None, value):
-                raise ToolkitError(
-                    f"--plain sets {name} {value!r}, and {getattr(flags, name)!r} is given. Leave one out."
-                )
+            if (own := getattr(flags, name)) not in (None, value):
+                raise ToolkitError(f"--plain sets {name} {value!r}, and {own!r} is given. Leave one out.")
         vars(flags).update(PLAIN_FIELDS)
     if flags.resume:
         if not flags.run_dir:
@@ -66,6 +64,7 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     path = Path(flags.run_dir) if flags.run_dir else new_path(RUNS_FOLDER, strategy.sharding)
     with enter(path, token=new_token()) as folder, reported(path):
         print_default(ranks, machine, flags.processes)
+        print_rows(flags)
         if flags.resume:
             print(f"no run has begun in {path}: starting from step 0", file=sys.stderr)
         words = ["--run-dir", str(path), *to_flags(run_config, strategy, train_config)]

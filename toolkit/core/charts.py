@@ -71,7 +71,7 @@ def bars(
     if limit is not None:
         limit_text = f"{limit_label} {spell(limit)}"
         words.append(f"The line marks the limit: {limit_text}" if near else f"The limit is far above: {limit_text}")
-        share = f"{highest / limit:.1%}" if highest >= limit / 1000 else "less than 0.1%"
+        share = "less than 0.1%" if near or highest < limit / 1000 else f"{highest / limit:.1%}"
         limit_text += "" if near else f": beyond the picture, {share} of it is used"
     names = list(dict.fromkeys(part for row in sizes for part in row))
     shades = colours(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,7 @@ from toolkit.models.structure import (
     mixture,
     module_lists,
     routed_blocks,
+    stateful_layers,
     unadapted_names,
 )
 
@@ -65,9 +67,7 @@ def _described(model: str | Path | PretrainedConfig | nn.Module | None, trust_re
         # Before torch and transformers are imported: a wrong name is refused at once.
         name = EMBEDDED if model is None else str(model)
         if len(name) > 1000:
-            raise ModelError(
-                f"model {name[:40]!r}…: {len(name):,} characters name no model. Give a folder or a Hub id."
-            )
+            raise ModelError(f"model {name[:40]!r}…: {len(name):,} characters are no name. Give a folder or a Hub id.")
         if name != EMBEDDED and os.path.isfile((folder := expand_user(name)) / "config.json"):
             check_links(folder)
         source, path, hub = locate(name, trust_remote_code)
@@ -76,9 +76,7 @@ def _described(model: str | Path | PretrainedConfig | nn.Module | None, trust_re
             return dataclasses.replace(cached_spec, name=name, source=source)
         config = read_config(name, path, trust_remote_code, hub=hub)
     elif trust_remote_code is not None:
-        raise ModelError(
-            "trust_remote_code goes with a folder or a Hub id: a model in memory has run its code already."
-        )
+        raise ModelError("trust_remote_code goes with a folder or a Hub id: a model in memory has run its code.")
     else:
         from torch import nn
 
@@ -181,6 +179,8 @@ def _spec(
         copied=_copied(module) if moe else 0,
         tp_plan=_tp_plan(module),
         ep_plan=dict(getattr(module, "ep_plan", None) or {}),
+        stateful=stateful_layers(module),
+        takes_positions="position_ids" in inspect.signature(module.forward).parameters,
         trusted=trusted,
     )
 
@@ -210,17 +210,13 @@ def _blocks(module: PreTrainedModel, frozen: tuple[str, ...]) -> tuple[str, ...]
     """
     from torch import nn
 
-    members = [
-        type(layer).__name__ for child in module.modules() if isinstance(child, nn.ModuleList) for layer in child
-    ]
+    members = _layer_classes(child for child in module.modules() if isinstance(child, nn.ModuleList))
     listed = set(getattr(module, "_no_split_modules", None) or ())
-    blocks = tuple(dict.fromkeys(name for name in members if name in listed))
+    blocks = tuple(name for name in members if name in listed)
     if blocks:
         parts = [child for name, child in module.named_modules() if name in frozen]
-        without_blocks = [
-            part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)
-        ]
-        stacks = [[stack for _, stack in module_lists(part)] for part in without_blocks]
+        rest = [part for part in parts if not {type(child).__name__ for child in part.modules()} & set(blocks)]
+        stacks = [[stack for _, stack in module_lists(part)] for part in rest]
         return blocks + _layer_classes(max(own, key=_size) for own in stacks if own)
     all_stacks = [stack for _, stack in module_lists(module)]
     # Stacks of encoder and decoder may differ in size. Below a hundredth of the largest, a list is no stack of layers.

@@ -128,6 +128,10 @@ class ModelSpec(Result):
     """transformers' expert-parallel plan, in the same form."""
     own_tp_plan: bool = False
     """Whether `tp_plan` is a user's, and not the class's."""
+    stateful: tuple[str, ...] = ()
+    """Classes of its layers with a state that passes from token to token (Mamba, linear attention)."""
+    takes_positions: bool = True
+    """Whether its forward takes `position_ids`."""
     trusted: str | None = None
     """The trusted revision of the model's own code: a commit on the Hub, or a folder's sha256. None without own code."""
 

@@ -24,6 +24,9 @@ _EXPERT_NAMES = {
 _FIXED_ACTIVE = {"switch_transformers": 1, "nllb-moe": 2}
 """Architectures that route by a fixed rule: Fedus et al. 2021 (top 1), NLLB team 2022 (top 2)."""
 
+STATEFUL = re.compile(r"Mamba|Mixer\b|Recurrent|SSM|DeltaNet|Linear\w*Attention|Lightning|Conv|Rwkv|LSTM|KDA")
+"""Names of layers with a state, which GPU kernels may carry from document to document, unlike the CPU's."""
+
 
 @dataclass(frozen=True)
 class Routed:
@@ -105,6 +108,13 @@ def module_lists(module: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(child, nn.ModuleList) and len(child) and not inside:
             lists.append((name, child))
     return lists
+
+
+def stateful_layers(module: PreTrainedModel) -> tuple[str, ...]:
+    """Return the classes of layers with a state of their own, of those in the files of the model's class and its parents."""
+    files = {kind.__module__ for kind in type(module).__mro__}  # FSDP's class of a model is in a file of its own
+    own = {type(part).__name__ for part in module.modules() if type(part).__module__ in files}
+    return tuple(sorted(filter(STATEFUL.search, own)))
 
 
 def class_with_text(values: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from toolkit.core.cache import cache_file, keep, recall
 from toolkit.core.errors import ToolkitError, value_or
 from toolkit.models.hf_loading import quiet_bars, without_engine
 from toolkit.models.spec import ModelSpec
+from toolkit.models.structure import STATEFUL
 
 if TYPE_CHECKING:
     import torch
@@ -142,9 +143,6 @@ def _mask(attention_mask: Tensor | None = None, allow_is_causal_skip: bool = Tru
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Fields of a config with the dropout of attention, which `varlen` does not have."""
-
-STATEFUL = re.compile(r"Mamba|Mixer\b|Recurrent|SSM|DeltaNet|Linear\w*Attention|Lightning|Conv|Rwkv|LSTM|KDA")
-"""Names of layers with a state, which GPU kernels may carry from document to document, unlike the CPU's."""
 
 COUNT_FIELDS, WINDOW_FIELDS = re.compile(r"heads$|experts$|layers$|group"), re.compile(r"sliding_window$|chunk_size$")
 """Fields of a config with counts, which do not change, and with the length of attention windows."""

@@ -33,17 +33,18 @@ STEPS = 4
 
 
 def write_zeros(folder: str, config: Mapping[str, Any]) -> None:
-    """Write a model's folder: a config, a tokenizer, and weights that are zeros in a file that takes no space on a disk."""
+    """Write a model's folder: a config, a tokenizer of one token, and weights of zeros in a file that takes no space on a disk."""
     import torch
-    from transformers import AutoConfig
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
-    from toolkit.data.embedded import embedded_tokenizer
     from toolkit.models.hf_loading import auto_class
 
     values = dict(config)
     made = AutoConfig.for_model(values.pop("model_type"), **values)
     made.save_pretrained(folder)
-    embedded_tokenizer(Path(folder))
+    one_token = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))  # for a vocabulary of any size
+    PreTrainedTokenizerFast(tokenizer_object=one_token, pad_token="<pad>").save_pretrained(folder)
     with torch.device("meta"):
         model = auto_class(describe(folder)).from_config(made)
     names = {name: code for code, name in SAFETENSORS_DTYPES.items()}
@@ -197,12 +198,11 @@ def _measure(folder: str, request: Mapping[str, Any]) -> dict[str, Any]:
     result = window.result()
     if result.peak_bytes is None:
         raise ToolkitError(f"nothing was measured: {result.reason}")
-    total = sum(sent.by_collective.values())
     return {
         "phases": dict(result.phases),
         "peak_bytes": result.peak_bytes,
         "step_seconds": seconds,
-        "sent_bytes": total,
+        "sent_bytes": sum(sent.by_collective.values()),
     }
 
 

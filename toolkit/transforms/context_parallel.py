@@ -7,7 +7,6 @@ each micro-batch, through the model's keyword arguments, so recomputation in the
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from functools import cache, lru_cache, partial
@@ -20,7 +19,7 @@ from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job, Transform
 from toolkit.engines.records import Transfer
 from toolkit.engines.registry import register_transform
-from toolkit.models.varlen import BOUNDS, STATEFUL, VARLEN, register_varlen
+from toolkit.models.varlen import BOUNDS, VARLEN, register_varlen
 from toolkit.transforms.whole_rows import Rows, zigzag
 
 if TYPE_CHECKING:
@@ -85,24 +84,16 @@ class ContextParallel(Transform):
             _refuse(what, f"Choose --seq-len {fits}.", cp)
         layers = sorted(set(spec.config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
         if layers or not spec.heads:
-            _refuse(
-                f"runs full and sliding attention, and {spec.architecture} has {', '.join(layers) or 'none'}",
-                "Leave out --cp.",
-                cp,
-            )
+            names = ", ".join(layers) or "none"
+            _refuse(f"runs full and sliding attention, and {spec.architecture} has {names}", "Leave out --cp.", cp)
+        if not spec.takes_positions:
+            _refuse(f"needs a model that takes position_ids, and {spec.architecture} does not", "Leave out --cp.", cp)
+        if spec.stateful:
+            what = f"splits attention alone, and {spec.architecture} has layers {spec.stateful[0]} with a state of their own"
+            _refuse(what, "Leave out --cp.", cp)
 
     def apply(self, model: Any, job: Job) -> Any:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        name = type(base).__name__
-        if "position_ids" not in inspect.signature(base.forward).parameters:
-            _refuse(f"needs a model that takes position_ids, and {name} does not", "Leave out --cp.")
-        files = {kind.__module__ for kind in type(base).__mro__}  # FSDP's class of a model is in a file of its own
-        own = {type(part).__name__ for part in base.modules() if type(part).__module__ in files}
-        state = next(filter(STATEFUL.search, sorted(own)), None)
-        if state:
-            _refuse(
-                f"splits attention alone, and {name} has layers {state} with a state of their own", "Leave out --cp."
-            )
         _register()
         base.set_attn_implementation(f"cp_{job.strategy.attention}")
         base.register_forward_hook(_check_rows, with_kwargs=True)
