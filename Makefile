@@ -73,10 +73,12 @@ grid: .venv/.installed
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/kill.py --meshes
 	$(BIN)/python benchmarks/rehearsals.py
-	for degrees in tp=2 pp=2 cp=2,sharding=ddp; do $(BIN)/python benchmarks/certificates.py --degrees $$degrees || exit 1; done
+	for degrees in tp=2 pp=2 cp=2,sharding=ddp ep=2,sharding=fsdp; do $(BIN)/python benchmarks/certificates.py --degrees $$degrees || exit 1; done
 	$(BIN)/python benchmarks/load_peak.py
 	$(BIN)/python benchmarks/script_exit.py
+	$(BIN)/python benchmarks/answers.py
 	$(BIN)/python notebooks/execute_twice.py
+	TOOLKIT_GRID=1 $(BIN)/pytest -s tests/dist/test_site_commands_dist.py
 
 notebooks: .venv/.installed
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

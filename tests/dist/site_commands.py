@@ -1,4 +1,7 @@
-"""The commands of the site, README and AGENTS.md; which of them tests execute, and why the others are only parsed."""
+"""The commands of the site, README and AGENTS.md; which of them `make test` executes, and why it only parses the others.
+
+`make grid` executes these, too, where one machine can (`test_site_commands_dist.py`).
+"""
 
 from __future__ import annotations
 
