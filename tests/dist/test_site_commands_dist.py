@@ -46,15 +46,16 @@ def test_commands_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 SCRIPT = """
 import sys
 import torch
-from accelerate import Accelerator
+import toolkit as tk
 
-accelerator = Accelerator()
+accelerator = tk.accelerator(train_config=tk.TrainConfig(max_grad_norm=1))
 model = torch.nn.Linear(4, 1)
 rows = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=4)
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
 for batch in rows:
     accelerator.backward(model(batch).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 assert sys.argv[1:] in ([], ["--its-own", "flags"])
@@ -75,9 +76,11 @@ def test_all_other_commands_run(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
     (tmp_path / "script.py").write_text(SCRIPT)
     chats = [{"messages": [{**message, "content": f"{message['content']} " * 50} for message in CHATS]}] * 400
-    for name in ("chat", "held_out", "a"):
+    for name in ("chat", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "b.parquet")
+    texts = [{"text": f"{number} words of a text. " * 50} for number in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "b.parquet")
     with (tmp_path / "questions.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("question", "answer"), *[("w1 w2", "w3")] * 400])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from toolkit.core.cache import cache_file, keep, recall
 from toolkit.core.errors import ToolkitError, value_or
 from toolkit.models.hf_loading import quiet_bars, without_engine
 from toolkit.models.spec import ModelSpec
-from toolkit.models.structure import STATEFUL
 
 if TYPE_CHECKING:
     import torch
@@ -186,8 +184,7 @@ def _probe(spec: ModelSpec) -> dict[str, bool]:
     import transformers
 
     cls = getattr(transformers, spec.architecture)
-    family = vars(sys.modules[cls.__module__]).items()
-    if any(STATEFUL.search(name) for name, each in family if getattr(each, "__module__", None) == cls.__module__):
+    if spec.stateful:
         return {}
     config = small_config(spec)
     tokens = torch.Generator().manual_seed(0)
