@@ -37,6 +37,7 @@ TWO: dict[str, Cell] = {
     "qwen2, inside": ("qwen2_moe", {"sharding": "none", "tp": 2, **FULL}),
     "glm4, inside": ("glm4_moe", {"sharding": "none", "tp": 2, **NONE}),
     "deepseek, inside": ("deepseek", {"sharding": "none", "tp": 2, **FULL}),
+    "nemotron, inside": ("nemotron_h", {"sharding": "none", "tp": 2, **FULL}),
     "one expert a token": ("top one", {"sharding": "fsdp", "ep": 2, **NONE}),
     "a rank without tokens, fsdp": ("idle", {"sharding": "fsdp", "ep": 2, **NONE}),
     "a rank without tokens, none": ("idle", {"sharding": "none", "tp": 2, "ep": 2, **FULL}),
@@ -55,12 +56,24 @@ FOUR: dict[str, Cell] = {
     "qwen3, over tp": ("qwen3_moe", {"sharding": "fsdp", "tp": 2, "ep": 4, **FULL}),
 }
 
+SPLIT_INSIDE = [name for name in TWO if name.endswith("inside")]
 RESUMED = ("qwen3, one expert a rank", "qwen3, replicas", "qwen3, inside fsdp")
 
 Gave = dict[tuple[int, str], dict[str, Any]]
 ALONE: dict[str, Cell] = {
     model: (model, {})
-    for model in ("mixtral", "balanced", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek", "glm4_moe", "idle", "top one")
+    for model in (
+        "mixtral",
+        "balanced",
+        "qwen3_moe",
+        "qwen2_moe",
+        "gpt_oss",
+        "deepseek",
+        "glm4_moe",
+        "nemotron_h",
+        "idle",
+        "top one",
+    )
 }
 ALONE |= {"mixtral lora": ("mixtral", {**LORA, "lora_dropout": 0.0}), "qwen3_moe lora": ("qwen3_moe", LORA)}
 
@@ -98,6 +111,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.gpt_oss(root / "gpt_oss")
     tiny.deepseek(root / "deepseek")
     tiny.glm4_moe(root / "glm4_moe")
+    tiny.nemotron_h(root / "nemotron_h")
     return root
 
 
@@ -113,6 +127,7 @@ def gave(root: Path) -> Gave:
         "qwen3, none": {"export": "qwen3_moe-two"},
         "a rank without tokens, fsdp": {"counts": True},
         "lora, fsdp": {"into": "lora", "saves": [2], "export": "lora-two"},
+        **{name: {"counts": True} for name in SPLIT_INSIDE},
         "mixtral, inside": {"into": "inside", "saves": [2], "export": "mixtral-inside", "counts": True},
     }
     four = {name: {"into": name, "saves": [3]} for name in RESUMED}
@@ -254,7 +269,9 @@ def test_tokens_of_each_expert_are_counted_once(gave: Gave, count: int, name: st
     expected, result = (run["experts"][0] for run in (gave[1, alone(count, name)], gave[count, name]))
     assert {each: result[each] for each in expected} == expected
     assert expected["tokens"][0] == 8 * 24 * (1 if name == "one expert a token" else 2) / 4
-    if "inside" not in name:  # there all ranks have the same tokens
+    if "inside" in name:  # all ranks have the same tokens of every expert
+        assert not {"imbalance", "layer_imbalance"} & result.keys()
+    else:
         assert 1 <= result["imbalance"] <= result["layer_imbalance"] <= max(expected["most"]) + 1e-3
 
 
@@ -277,13 +294,19 @@ def test_collectives_of_a_step_are_those_of_the_forecast(gave: Gave) -> None:
     assert result["sent"] == {"all_to_all_single": 4 * exchanged}
 
 
-def test_experts_split_inside_send_what_the_forecast_says(gave: Gave) -> None:
-    """In number, kind and bytes. Of each of two layers experts' outputs are all-reduced, and gradients of tokens and weights."""
+@pytest.mark.parametrize("name", SPLIT_INSIDE)
+def test_experts_split_inside_send_what_the_forecast_says(gave: Gave, name: str) -> None:
+    """In bytes, with recomputation, shared experts and experts without a gate, too."""
+    result = gave[2, name]
+    assert sum(result["sent"].values()) == 4 * sum(size for _, size in result["transfers"])
+
+
+def test_experts_split_inside_call_what_the_forecast_says(gave: Gave) -> None:
+    """In number and kind. Of each of two layers experts' outputs are all-reduced, and gradients of tokens and weights."""
     result = gave[2, "mixtral, inside"]
     reduced = sum(size for what, size in result["transfers"] if "all-reduced" in what)
     assert result["calls"] == {"all_reduce": 4 * 2 * (1 + 1 + 2 * (2 + 3)), "all_gather_into_tensor": 4 * 2}
     assert result["sent"]["all_reduce"] == 4 * reduced
-    assert sum(result["sent"].values()) == 4 * sum(size for _, size in result["transfers"])
 
 
 def test_the_auxiliary_loss_is_that_of_the_same_micro_batches(gave: Gave) -> None:

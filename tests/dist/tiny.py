@@ -67,6 +67,15 @@ def qwen3_moe(folder: Path, **more: Any) -> Path:
     return _save("Qwen3MoeForCausalLM", folder, **TEXT, **{**experts, **more})
 
 
+def nemotron_h(folder: Path) -> Path:
+    """Experts without a gate, in a module that other layers have for attention or states."""
+    mixer = {"layers_block_type": ["moe", "attention", "moe"], "moe_intermediate_size": 48, "n_routed_experts": 4}
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1}
+    shape = {"moe_shared_expert_intermediate_size": 48, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    text = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
+    return _save("NemotronHForCausalLM", folder, **{**text, "head_dim": 16, **mixer, **states, **shape})
+
+
 def qwen2_moe(folder: Path) -> Path:
     """A shared expert with a gate of one row, of which a second rank of FSDP has nothing."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

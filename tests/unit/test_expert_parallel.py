@@ -65,7 +65,7 @@ def job_of(config: Any = None, ranks: int = 4, spec: ModelSpec | None = None, **
         ({"ep": 3, "tp": 2, "ranks": 6}, ("ep 3 is no multiple of tp 2", "--ep 4")),
         ({"ep": 8}, ("ep 8 does not divide the 4 ranks", "multiple of 8 processes")),
         ({"ranks": 8}, ("an ep rank has 2 of 4 experts, which its 4 ranks of FSDP", "'hsdp' with --dp-replicate 2")),
-        ({"ranks": 6}, ("its 3 ranks of FSDP", "one would get none", "'hsdp' with --dp-replicate 3")),
+        ({"ranks": 6}, ("its 3 ranks of FSDP", "cannot share evenly", "'hsdp' with --dp-replicate 3")),
         ({"ep": 4, "sharding": "hsdp", "dp_replicate": 2}, ("ep 4 does not divide the 2 ranks",)),
         ({"ep": 8, "ranks": 8}, ("8 does not divide its 4 experts", "--ep 2")),
         ({"sharding": "none", "ranks": 2}, ("ep 2 with sharding 'none' needs tp 2", "--tp 2")),

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from programs import python
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 from toolkit import StrategyError, describe, forecast
 from toolkit.config.strategy import Strategy
@@ -129,6 +137,11 @@ def test_refusals_name_value_and_fix(spec: ModelSpec, words: dict[str, Any], ran
         ({"tp_plan": {**MLP, "a.attn": "rowwise"}, "heads": 3}, "2 does not divide its 3 attention heads"),
         ({"tp_plan": {**MLP, "a": "packed_rowwise"}}, "in its plan 'a' has style 'packed_rowwise'"),
         (
+            {"tp_plan": {**MLP, "model.layers.*.mlp.up_proj": "packed_colwise"}},
+            "only fused experts, of three dimensions",
+        ),
+        ({"tp_plan": {**MLP, "model.layers.*.self_attn.k_proj": "mla_kv_a_proj"}}, "has no qk_rope_head_dim"),
+        (
             {"tp_plan": {**MLP, "lm_head": "colwise_gather_output"}},
             "splits one of model.embed_tokens.weight and lm_head.weight",
         ),
@@ -187,26 +200,26 @@ def test_a_plan_that_comes_after_the_weights_is_refused(spec: ModelSpec) -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("kind", "sizes", "words"),
     [
-        (
-            MixtralConfig(intermediate_size=97, num_local_experts=4, **SHAPE),
-            "2 does not divide the 97 columns of its experts",
-        ),
-        (
-            GptOssConfig(intermediate_size=96, num_local_experts=4, **SHAPE),
-            "has no tensor-parallel plan for its layers",
-        ),
-        (
-            MixtralConfig(intermediate_size=96, num_local_experts=1, **SHAPE),
-            "experts.gate_up_proj has 1 rows on a tp rank",
-        ),
+        (MixtralConfig, (97, 4), "2 does not divide the 97 units of its experts"),
+        (MixtralConfig, (4, 4), "has 4 bytes, and torch's grouped_mm takes"),
+        (GptOssConfig, (96, 4), "has no tensor-parallel plan for its layers"),
+        (MixtralConfig, (96, 3), "has 3 experts, which its 2 ranks of FSDP"),
     ],
-    ids=["uneven", "no plan", "too few for FSDP"],
+    ids=["uneven", "narrow", "no plan", "uneven under FSDP"],
 )
-def test_mixtures_that_cannot_be_split_are_refused(config: Any, words: str) -> None:
+def test_mixtures_that_cannot_be_split_are_refused(kind: Any, sizes: tuple[int, int], words: str) -> None:
+    width, experts = sizes
     with pytest.raises(StrategyError, match=words):
-        job_of(describe(config))
+        job_of(describe(kind(intermediate_size=width, num_local_experts=experts, **SHAPE)))
+
+
+def test_an_adapter_on_a_latent_product_is_refused() -> None:
+    """Its part of the rotary keys sees the heads of one rank."""
+    spec = describe(AutoConfig.for_model("glm4_moe_lite"))
+    with pytest.raises(StrategyError, match=r"kv_a_proj_with_mqa, of which .* Choose --lora-targets \S*kv_b_proj"):
+        job_of(spec, adapter="lora")
 
 
 def test_experts_are_split_inside() -> None:

@@ -340,7 +340,7 @@ def _check_adapted(model: nn.Module, targets: list[str]) -> None:
         left = sorted({name.rpartition(".")[2] for name in targets} - set(missing))
         raise StrategyError(
             f"lora_targets: PEFT adapts fused experts in the place of {', '.join(missing)}. "
-            f"Choose --lora-targets {','.join(left)}."
+            f"Choose --lora-targets {','.join(left) or 'with names outside of experts'}."
         )
 
 

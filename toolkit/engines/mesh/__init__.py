@@ -19,11 +19,11 @@ from toolkit.engines.mesh.plan import (
     is_even,
     local_job,
     plan_of,
-    refuse,
     split_dimension,
     style_of,
     transfers,
 )
+from toolkit.engines.mesh.refusals import refuse
 from toolkit.engines.mesh.styles import group_heads, planned, register_shared, register_summed, share_inputs
 from toolkit.engines.optimizer_step import average_gradients
 from toolkit.engines.records import Prepared, StateMemory, Transfer

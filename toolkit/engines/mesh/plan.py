@@ -1,4 +1,4 @@
-"""Tensor- and expert-parallel plans by arithmetic: their limits, the shapes on a rank, and the transfers. Standard library only."""
+"""Tensor- and expert-parallel plans by arithmetic: the shapes on a rank, and the transfers. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.config.parallelism import Parallelism
-from toolkit.core.errors import StrategyError
 from toolkit.core.units import BYTES_OF, ceil_div
 from toolkit.engines.job import Job
 from toolkit.engines.records import Transfer
 from toolkit.engines.states import State, adapted
 from toolkit.models import ModelSpec, Parameter, generic_name
-from toolkit.models.varlen import DROPOUTS
 
 SHARED = "colwise_shared_heads"
 """Splits keys and values where several ranks use one head: its output is that head, whole on each of them."""
@@ -41,146 +39,10 @@ ADAPTER = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
 PART = re.compile(r"(.+\.\d+\.[^.]+)\.")
 """The part of a layer that a parameter is in."""
 LAYER = re.compile(r"(.+?\.\d+)\.")
-ATTENTION = re.compile(r"att(n|ention)|mixer|temporal|query|key|value|qkv|\b[qkvo]_proj\b")
-"""The name of a module in attention, where splitting it splits the heads."""
 NORM_BEHIND = re.compile(r"\.post_(feedforward|mlp|ff)\w*norm")
 """A layer, and a norm of what its last part gives."""
-
-SUPPORTED = {
-    "sharding": (
-        ("none", "ddp", "fsdp", "fsdp_grad_op", "hsdp"),
-        "DeepSpeed loads the whole model on each rank before it divides layers",
-    ),
-    "adapter": (("none", "lora"), "only LoRA's matrices are divided among ranks"),
-    "offload": (("none",), "parts over several meshes are not moved to the host"),
-    "precision": (("bf16", "fp32", "bf16_pure"), "the loss scaler takes no tensors over several meshes"),
-}
-"""The values of `Strategy` that run with tensor parallelism, and why others do not."""
-WITHOUT_EXPERTS = {"ddp": "experts are on other groups of ranks than the rest, and DDP has one"}
-"""Those that do not run with expert parallelism, and why."""
-
-
-def refuse(job: Job) -> None:
-    """Refuse what tensor and expert parallelism cannot do yet.
-
-    Raises:
-        StrategyError: naming the value, what is expected, and a fix.
-    """
-    strategy, tp, ep = job.strategy, job.parallelism.tp, job.parallelism.ep
-    degree, size = ("ep", ep) if ep > 1 else ("tp", tp)
-    for name, (values, why) in SUPPORTED.items():
-        choices = [each for each in values if ep == 1 or each not in WITHOUT_EXPERTS]
-        value = getattr(strategy, name)
-        if value not in choices:
-            raise StrategyError(
-                f"{name} {value!r} does not run with {degree} {size}: {WITHOUT_EXPERTS.get(value, why)}. Choose {name} "
-                f"{' or '.join(choices)}, or --{degree} 1."
-            )
-    if strategy.sharding != "none" and job.parallelism.loss_size < 2:
-        raise StrategyError(
-            f"sharding {strategy.sharding!r} with tp {tp} needs at least {2 * tp} ranks; got {job.ranks}. "
-            f"Choose {2 * tp} processes, or sharding 'none' for {tp}."
-        )
-    if strategy.sharding == "ddp" and strategy.unused_parameters != "refuse":
-        raise StrategyError(
-            f"unused_parameters {strategy.unused_parameters!r} does not run with tp {tp} and sharding 'ddp': gradients are "
-            "averaged once a step, on all ranks. Leave it out, or choose sharding 'fsdp'."
-        )
-    if job.spec is not None and tp > 1 and strategy.adapter == "none":  # with one, FSDP divides what has been read
-        _refuse_empty_parts(job, job.spec)
-    if job.spec is not None and ep > 1 and strategy.adapter == "none":
-        _refuse_empty_experts(job)
-    for name, count, reasons in (("ep", ep, _unsplit_experts), ("tp", tp, _unsupported_reasons)):
-        if job.spec is not None and count > 1 and (reason := next(reasons(job.spec, job.parallelism), None)):
-            raise StrategyError(f"{name} {count} does not run {job.spec.architecture}: {reason}")
-
-
-def _refuse_empty_parts(job: Job, spec: ModelSpec) -> None:
-    """Refuse more ranks than the rows of a matrix that tp and FSDP both divide: transformers reads no empty part of one."""
-    tp, ranks, plan = job.parallelism.tp, job.parallelism.shard_size, plan_of(spec, job.parallelism)
-    split = (each for each in spec.parameters if split_dimension(each, plan) is not None)
-    rows = {each.name: local_shape(each, plan, tp, 0)[0] for each in split}
-    name = min(rows, key=rows.__getitem__, default="")
-    if name and ceil_div(rows[name], ranks) * (ranks - 1) >= rows[name]:
-        raise StrategyError(
-            f"tp {tp} with sharding {job.strategy.sharding!r}: {name} has {rows[name]} rows on a tp rank, fewer than its {ranks} "
-            "ranks of FSDP can share. Choose fewer processes, sharding 'hsdp' with --dp-replicate, or --tp 1."
-        )
-
-
-def _refuse_empty_experts(job: Job) -> None:
-    """Refuse ranks of FSDP of which one would get none of the experts of its ep rank: transformers reads no empty part."""
-    sizes, count = job.parallelism, job.spec.moe.experts if job.spec and job.spec.moe else 0
-    own, ranks = count // sizes.ep, sizes.shard_size * sizes.tp // sizes.ep
-
-    def leaves_one_out(ranks: int) -> bool:
-        return ranks > 1 and ceil_div(own, ranks) * (ranks - 1) >= own
-
-    if own and job.strategy.sharding != "none" and leaves_one_out(ranks):
-        fits = [copies for copies in range(2, ranks + 1) if ranks % copies == 0 and not leaves_one_out(ranks // copies)]
-        raise StrategyError(
-            f"ep {sizes.ep} with sharding {job.strategy.sharding!r}: an ep rank has {own} of {count} experts, which its "
-            f"{ranks} ranks of FSDP cannot share: one would get none. Choose fewer processes, or sharding 'hsdp' with "
-            f"--dp-replicate {fits[0] * sizes.dp_replicate}."
-        )
-
-
-def _unsplit_experts(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
-    """Yield why experts cannot be shared, each with a fix."""
-    experts = [parameter for parameter in spec.parameters if style_of(parameter.name, spec.ep_plan) == EXPERTS]
-    odd = sorted(set(spec.ep_plan.values()) - {EXPERTS, "ep_dispatch_experts"})
-    for refused, reason in (
-        (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
-        (spec.moe is None, "it has no experts"),
-        (not experts, "transformers has no expert-parallel plan for it"),
-        (odd, f"its plan has style {''.join(odd[:1])!r}, and only {EXPERTS} is known"),
-    ):
-        if refused:
-            yield f"{reason}. Choose --ep 1 with sharding 'fsdp'."
-    for parameter in experts:
-        if (count := parameter.shape[0]) % sizes.ep:
-            fits = [size for size in range(2, count + 1) if count % size == 0]
-            yield f"{sizes.ep} does not divide its {count} experts. Choose --ep {fits[0]}."
-
-
-def _unsupported_reasons(spec: ModelSpec, sizes: Parallelism) -> Iterator[str]:
-    """Yield why a model cannot be split, each with a fix."""
-    tp, divides = sizes.tp, (*COLWISE, *ROWWISE)
-    styles = (*divides, SUMMED, PACKED, INSIDE, LATENT, LOCAL)
-    plan = {name: style for name, style in plan_of(spec, sizes).items() if sizes.ep == 1 or name not in spec.ep_plan}
-    odd = [f"{name!r} has style {style!r}" for name, style in plan.items() if style not in styles]
-    halves = [group for group in spec.tied if 0 < sum(style_of(name, plan) in divides for name in group) < len(group)]
-    half = " and ".join(halves[0]) if halves else ""
-    bare = sizes.ep == 1 and not spec.own_tp_plan and not any("*" in name for name in spec.tp_plan)
-    selects = any(spec.config.get("activation_sparsity_pattern") or ()) and any(".mlp." in name for name in plan)
-    for refused, reason in (
-        (spec.frozen or spec.kind != "causal", "only causal models of text alone run so far"),
-        (spec.own_tp_plan and not spec.tp_plan, "your tp_plan has no rules, so nothing would be split"),
-        (bare, "transformers has no tensor-parallel plan for its layers"),
-        (selects, "its MLP selects activations by their mean over the whole MLP"),
-        (half, f"its plan splits one of {half}, which are tied, and leaves the other whole"),
-        (odd, f"in its plan {''.join(odd[:1])}, and only {', '.join(styles)} are known"),
-    ):
-        if refused:
-            yield f"{reason}. Choose --tp 1 with sharding 'fsdp'."
-    for parameter in spec.parameters:
-        if style_of(parameter.name, plan) == PACKED and (width := parameter.shape[-2] // 2) % tp:
-            fits = [size for size in range(2, width + 1) if width % size == 0]
-            yield f"{tp} does not divide the {width} columns of its experts. Choose --tp {fits[0]}, or --ep."
-    if not any(style != SUMMED and ATTENTION.search(name) for name, style in plan.items()):
-        return  # all ranks compute all heads, from the same random numbers
-    keys = spec.config.get("num_key_value_heads")
-    shared = SHARED in plan_of(spec, sizes).values()
-    for what, count in (("attention heads", spec.heads), ("key-value heads", keys)):
-        if isinstance(count, int) and count % tp and not (shared and count == keys and spec.heads % tp == 0):
-            fits = [size for size in range(2, count + 1) if count % size == 0 and spec.heads % size == 0]
-            yield f"{tp} does not divide its {count} {what}. Choose --tp {fits[0] if fits else 1}."
-    for name in DROPOUTS:
-        if isinstance(rate := spec.config.get(name), int | float) and rate > 0:
-            yield (
-                f"{name} is {rate:g}, and each rank would draw the same mask for other heads. "
-                f"Set {name} to 0 in config.json, or choose --tp 1."
-            )
+BEHIND_EXPERTS = re.compile(rf"{NORM_BEHIND.pattern}|\.(shared_expert|shared_mlp|mixer\.shared_experts)\.")
+"""That, and a shared expert that is computed or weighted after the others; an MLP's `shared_experts` are computed before."""
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -216,10 +78,10 @@ def split_dimension(parameter: Parameter | State, plan: Mapping[str, str]) -> in
         style = style_of(f"{half[1]}.weight", plan)
         return {("lora_B", True): 0, ("lora_A", False): 1}.get((half[2], style in COLWISE)) if style else None
     style = style_of(parameter.name, plan)
-    if style in (*COLWISE, EXPERTS):
+    if style == EXPERTS:
         return 0
-    if style == PACKED:
-        return len(parameter.shape) - 2
+    if style in (*COLWISE, PACKED):  # of fused experts the second: the first is the expert
+        return max(0, len(parameter.shape) - 2)
     return len(parameter.shape) - 1 if style in ROWWISE and len(parameter.shape) > 1 else None
 
 
@@ -319,7 +181,8 @@ def transfers(job: Job, autocast: str | None) -> list[Transfer]:
         elif style == "embedding_rowwise":
             summed += tokens * shape[1] * widest
         elif style in COLWISE:  # products of one module take one input
-            taken[name.rsplit(".", 2)[0], shape[1]] = tokens * shape[1] * widest
+            part_of, leaf = name.rsplit(".", 2)[:2]
+            taken[f"{part_of}.{leaf}" if leaf.endswith("_b_proj") else part_of, shape[1]] = tokens * shape[1] * widest
             if style == GATHERED and shape[0] != spec.vocab:
                 gathered += repeated * tokens * shape[0] * compute
             elif style == GATHERED and job.strategy.loss == "whole":
@@ -377,8 +240,13 @@ def _last_sums(spec: ModelSpec, plan: Mapping[str, str]) -> set[str]:
 def _experts_inside(spec: ModelSpec, plan: Mapping[str, str]) -> dict[str, bool]:
     """Return the modules of which each rank has a part of every expert, and whether the backward needs what is computed behind."""
     names = [parameter.name for parameter in spec.parameters]
-    modules = {name.rpartition(".")[0] for name in names if style_of(name, plan) == PACKED}
-    return {each: any(name.startswith(each.replace("experts", "shared_expert")) for name in names) for each in modules}
+    layers = {layer[1] for name in names if BEHIND_EXPERTS.search(name) and (layer := LAYER.match(name))}
+    modules = {name.rpartition(".")[0] for name in names}
+    return {
+        each: (layer := LAYER.match(each)) is not None and layer[1] in layers
+        for each in modules
+        if plan.get(generic_name(each)) == INSIDE
+    }
 
 
 def _expert_transfers(job: Job, spec: ModelSpec, rows: float) -> list[Transfer]:
