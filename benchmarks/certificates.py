@@ -2,6 +2,7 @@
 
     python benchmarks/certificates.py --degrees tp=2            # results into benchmarks/results/certificates.json and .md
     python benchmarks/certificates.py --degrees cp=2,sharding=ddp
+    python benchmarks/certificates.py --degrees tp=2,sharding=fsdp --families llama,qwen3,mixtral   # four ranks
     python benchmarks/certificates.py --smoke                   # one model
 
 Each family's default config, made small, takes two steps in one process and over ranks. A family that is refused before ranks
@@ -56,13 +57,14 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
             f"{row['loss_difference']:.0e}",
             f"{row['norm_difference']:.0e}",
             row["gradient"] or "",
+            f"{row['seconds']:.0f}",
         )
         for row in sorted(done, key=lambda row: (row["agrees"], row["family"]))
     ]
     return [
         Table(
             title=f"{sum(row['agrees'] for row in done)} of {len(done)} cuts compute what one process computes",
-            columns=("family", "the same", "loss", "norm", "first other gradient"),
+            columns=("family", "the same", "loss", "norm", "first other gradient", "seconds"),
             rows=figures,
         ),
         Table(
