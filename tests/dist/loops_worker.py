@@ -654,7 +654,8 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
 
     base, out = Path(folder), Path(folder).parent / f"saved-{sharding}-{name}"
     base = base.with_name("tied") if "copies" in name else base
-    accelerator = tk.accelerator(None, tk.TrainConfig(micro_batch=BATCH // count))
+    accelerator, said = tk.accelerator(None, tk.TrainConfig(micro_batch=BATCH // count)), list[str]()
+    accelerator.print = said.append
     torch.manual_seed(0)
     model = TIES[name](AutoModelForCausalLM.from_pretrained(base)).train()
     names = set(dict(model.named_parameters(remove_duplicate=False)))
@@ -686,7 +687,13 @@ def tied(folder: str, sharding: str, count: int, name: str) -> dict[str, Any]:
             error = float((opened.to(trained.device)(**probe).logits - trained).norm() / trained.norm())
             assert names == set(dict(opened.named_parameters(remove_duplicate=False)))
     accelerator.end_training()
-    return {"losses": losses, "error": error if accelerator.is_main_process else None, "same": same}
+    unreached = [line for line in said if line.startswith("gradients")]
+    return {
+        "losses": losses,
+        "error": error if accelerator.is_main_process else None,
+        "same": same,
+        "unreached": unreached,
+    }
 
 
 def stepped(accelerator: Any, optimizer: Any, loss: Any) -> float:

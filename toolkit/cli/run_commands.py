@@ -244,7 +244,8 @@ def generate(flags: argparse.Namespace) -> dict[str, Any]:
     prompt = " ".join(flags.prompt)
     text = generate(flags.run, prompt, **{name: getattr(flags, name) for name in names})
     if not text.strip():
-        print("the answer is empty: the model ended it at once", file=sys.stderr)
+        said = "nothing but whitespace" if text else "nothing: the model ended at once"
+        print(f"the answer has {said}", file=sys.stderr)
     return {"source": flags.run, "prompt": prompt, "text": text}
 
 

@@ -52,15 +52,14 @@ def check_value(owner: type[Any], name: str, value: Any) -> None:
         return
     if choices := tuple(about.get("values") or ()):
         later = about["later"]
+        able = [word for word in choices if word not in later]
         if value not in choices or str(value).endswith("K"):
             pattern = re.sub(r"[1-9]\d+|[2-9]", "K", str(value), count=1)
             if pattern in choices and pattern != value:
                 return
-            known = ", ".join(word for word in choices if word not in later)
-            near = nearest(value, [word for word in choices if word not in later])
-            raise StrategyError(f"{name} {value!r} is unknown.{near} Known: {known}.")
+            raise StrategyError(f"{name} {value!r} is unknown.{nearest(value, able)} Known: {', '.join(able)}.")
         if value in later:
-            raise StrategyError(f"{name} {value!r} is not available yet.")
+            raise StrategyError(f"{name} {value!r} is not available yet. Choose one of {', '.join(able)}.")
         return
     if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) > (kind is bool):
         raise StrategyError(f"{name} {value!r}: expected {kind.__name__}.")

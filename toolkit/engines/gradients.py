@@ -47,6 +47,10 @@ class GradientWatch:
         self._first: set[str] | None = None
         self._called = False
         """DDP: a forward of the prepared model since the last backward that was reduced."""
+        first: dict[int, str] = {}
+        every = model.named_parameters(remove_duplicate=False)
+        self._tied = {name: first.setdefault(id(each), name) for name, each in every}
+        """Each parameter's first name: a head that is tied has the embedding's, though both modules gather it."""
         if hasattr(model, "require_backward_grad_sync"):
             model.register_forward_pre_hook(self._note_call)
         self._note(model, "")
@@ -57,7 +61,7 @@ class GradientWatch:
     def _note(self, module: Any, prefix: str) -> None:
         for name, each in module.named_parameters(prefix=prefix):
             trained = self._names if each.requires_grad else self._frozen
-            trained[id(each)] = name.removeprefix("module.")
+            trained[id(each)] = self._tied.get(name, name).removeprefix("module.")
 
     def _note_call(self, model: Any, _: Any) -> None:
         import torch
@@ -100,7 +104,7 @@ class GradientWatch:
             raise StrategyError(self._sentence(changed[0], f"{what} in the first backward"))
         if first is not None or not missing:
             return None
-        return f"gradients: {len(missing)} trained parameters get none, the first is {missing[0]}"
+        return f"gradients: {len(missing)} of the trained parameters get none and stay as they are, the first is {missing[0]}"
 
     def _sentence(self, name: str, what: str) -> str:
         """Return an error's text."""
