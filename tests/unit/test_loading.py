@@ -546,8 +546,12 @@ def test_which_conversions_move_rows_between_ranks() -> None:
 
     rows = {0}
     moved = [Chunk(0), Chunk(1), Concatenate(0), Concatenate(-2), Transpose(0, 1), Transpose(-2, -1), PermuteForRope()]
-    assert all(_moves(step, rows, 2) for step in moved)
+    assert all(_moves(step, rows, set(), 2) for step in moved)
     kept = [Concatenate(1), Concatenate(-1), MergeModulelist(0)]
-    assert not any(_moves(step, rows, 2) for step in kept)
-    assert not _moves(Transpose(1, 2), rows, 3)  # of experts, which ranks share by their number
-    assert not any(_moves(step, set(), 2) for step in moved)
+    assert not any(_moves(step, rows, set(), 2) for step in kept)
+    # Gate and up of experts, of each of which a rank reads its part.
+    assert _moves(Concatenate(1), {1}, set(), 3)
+    assert not _moves(Concatenate(1), {1}, {1}, 3)
+    assert _moves(Transpose(1, 2), {1}, {1}, 3)
+    assert not _moves(Transpose(1, 2), rows, set(), 3)  # of experts, which ranks share by their number
+    assert not any(_moves(step, set(), set(), 2) for step in moved)
