@@ -120,12 +120,14 @@ def test_parameters_of_an_activation_get_the_gradients_of_all_ranks(tmp_path: Pa
     assert tk.guard(tiny.apertus(tmp_path / "apertus"), tk.Strategy(tp=2)).agrees
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "glm4_moe_lite"])
-def test_odd_models_have_a_small_copy_and_agree(family: str) -> None:
-    """Wider heads in layers with full attention; shared sinks of attention; latent attention; parts of experts."""
+@pytest.mark.parametrize(
+    ("family", "degree"), [("gemma4_text", "tp"), ("mimo_v2_flash", "tp"), ("glm4_moe_lite", "tp"), ("falcon", "pp")]
+)
+def test_odd_models_have_a_small_copy_and_agree(family: str, degree: str) -> None:
+    """Wider heads in layers with full attention; shared sinks of attention; latent attention; a derived head_dim."""
     from transformers import AutoConfig
 
-    assert tk.guard(tk.describe(AutoConfig.for_model(family)), tk.Strategy(tp=2)).agrees
+    assert tk.guard(tk.describe(AutoConfig.for_model(family)), tk.Strategy(**{degree: 2})).agrees
 
 
 def test_joined_matrices_are_refused_where_ranks_would_read_wrong_rows(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def shrink(spec: ModelSpec, unit: int, ep: int = 1, stages: int = 0) -> Any:
     if getattr(text, "num_key_value_heads", None):
         text.num_key_value_heads = groups
     if getattr(text, "head_dim", None):
-        text.head_dim = width
+        with contextlib.suppress(AttributeError):  # Falcon derives it
+            text.head_dim = width
     for name, times in NARROW.items():
         if getattr(text, name, None):
             setattr(text, name, int(times * text.hidden_size))
